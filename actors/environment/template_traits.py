@@ -208,6 +208,32 @@ def changed_text(renderer: ChatRenderer) -> str:
     return "" if found is None or count_unchanged(rendered, SPACED) else found[0]
 
 
+def num_repeated(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> int:
+    """Return how many tokens of tools each later message of a user puts into a chat again.
+
+    Mistral's templates show the tools before the newest message of a user. In a chat that grows by
+    appending, they stay where they were and are shown again.
+    """
+
+    def num_added(shown: Sequence[ToolSchema]) -> int | None:
+        first = renderer.first_prompt((_user(_QUESTION),), shown)
+        found = renderer.extend(
+            first,
+            first[:0],
+            history=(_user(_QUESTION), _reply(_REPLY)),
+            new_messages=(_user("go on"),),
+            tools=shown,
+        )
+        is_appended = found.break_reason is None
+        return found.prompt_token_ids.shape[0] - first.shape[0] if is_appended else None
+
+    try:
+        with_tools, without = num_added(tools), num_added(())
+    except RenderError:
+        return 0
+    return 0 if with_tools is None or without is None else with_tools - without
+
+
 def describe_traits(traits: Mapping[str, str]) -> str:
     """Return the traits as a table of two columns."""
     width = max(map(len, traits))
@@ -262,7 +288,8 @@ def _tools(renderer: ChatRenderer) -> str:
             return f"refused ({error})"
         shown.append(_TOOL.name in text)
     if all(shown):
-        return "shown"
+        is_again = num_repeated(renderer, (_TOOL,)) > 0
+        return "shown again with each user's message" if is_again else "shown"
     if any(shown):
         return f"shown only {'with' if shown[1] else 'without'} a system message"
     if renderer.template.shows_calls:

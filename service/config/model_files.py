@@ -24,15 +24,18 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from actors.environment.chat_template import RenderError, template_variables
+from actors.environment.protocol import Observation
 from actors.environment.rendering import ChatRenderer
 from actors.environment.template_traits import (
     SPACED,
     changed_text,
     end_of_reply,
     missing_header,
+    num_repeated,
 )
 from actors.environment.tokenizer import is_raw, load_tokenizer, stop_ids_of
 from actors.trainer.settings import ADAPTER, ADAPTER_REFUSED, LoraSettings
@@ -122,9 +125,12 @@ def renderer_of(config: Config, model_path: str) -> ChatRenderer:
         raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
 
 
-def template_warnings(config: Config, model_path: str) -> Iterator[str]:
+def template_warnings(
+    config: Config, model_path: str, observations: Mapping[str, Observation] = MappingProxyType({})
+) -> Iterator[str]:
     """Yield a sentence for each fault of the chat template that does not prevent a run.
 
+    observations: the first observation of each environment, whose tools the template shows.
     Raises: ConfigError if the tokenizer cannot be loaded.
     """
     try:
@@ -148,6 +154,15 @@ def template_warnings(config: Config, model_path: str) -> Iterator[str]:
             f"{shown!r}, so that the policy cannot read the difference in code or names; expected "
             "the text as it is; set model.chat_template to a corrected copy of the template"
         )
+    for name, observation in observations.items():
+        history = config.members[name].rollouts.history
+        if history == "appended" and (num := num_repeated(renderer, observation.tools)):
+            yield (
+                f"model: its chat template shows the tools again with each message of a user, "
+                f"{num} tokens each time in {name}; expected the tools once, at the front; with "
+                "long conversations set rollouts.history to as_rendered, or set "
+                "model.chat_template to a copy that shows the tools at the front"
+            )
     end = end_of_reply(renderer)
     ids = tokenizer.encode(end, add_special_tokens=False)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})

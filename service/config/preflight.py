@@ -114,7 +114,7 @@ def check_with_model(
     check_stop_tokens(model_path)
     check_token_ids(config, Path(model_path))
     check_prompts(config, model_path, observations, tell=tell)
-    for warning in template_warnings(config, model_path):
+    for warning in template_warnings(config, model_path, observations):
         tell_template(warning)
 
 

@@ -313,6 +313,28 @@ def test_a_warning_names_a_header_that_a_template_omits_at_the_end_of_prompts(
         assert len(found) == 1 and f"writes {header!r} before a reply, but not at" in found[0]
 
 
+@pytest.mark.parametrize("history", ["appended", "as_rendered"])
+def test_a_template_that_shows_the_tools_with_each_message_is_warned_of(
+    tiny: Path, history: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' and loop.last %}{{ tools | tojson if tools "
+        "else '' }}{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    model = {"path": str(tiny), "chat_template": template}
+    config = config_with(tiny, model=model, rollouts={"history": history})
+    tool = ToolSchema(name="look", description="Look.", parameters={"type": "object"})
+    observation = Observation(messages=(Message(role=Role.USER, content="Go."),), tools=(tool,))
+    assert [*template_warnings(config, str(tiny))] == []
+    found = [*template_warnings(config, str(tiny), {"guessing": observation})]
+    if history == "as_rendered":
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert re.search(r"tools again .* user, \d{2,} tokens each time in guessing", found[0])
+
+
 @pytest.mark.parametrize(
     ("content", "shown"),
     [

@@ -7,13 +7,17 @@ prompt.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 from worlds.models.published_templates import Published, tokenizer_of
 
+from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.chats import ChatEncoder
+from actors.environment.rendering import ChatRenderer
+from actors.environment.template_traits import num_repeated
 
 pytestmark = [pytest.mark.proof, pytest.mark.templates]
 
@@ -94,3 +98,13 @@ def test_a_template_that_drops_thoughts_trains_each_reply_after_its_own_prompt()
     prompt = found.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     ids, [run] = samples[1]
     assert found.decode(ids[: -len(run)]) == prompt and "<think>" not in prompt
+
+
+@pytest.mark.parametrize("family", ["mistral_nemo", "qwen2_5", "qwen3", "llama3_2"])
+def test_only_mistrals_template_shows_the_tools_with_each_message(family: str) -> None:
+    chat = ChatRenderer(tokenizer(family))
+    written = json.dumps([CALCULATOR.for_template()])
+    num_tokens = len(tokenizer(family).encode(written, add_special_tokens=False))
+    num = num_repeated(chat, (CALCULATOR,))
+    # Two marks are around the tools.
+    assert num == (num_tokens + 2 if family == "mistral_nemo" else 0)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from worlds.models.tool_families import FAMILIES
 from worlds.models.trait_templates import renderer, tokenizer
 
+from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.rendering import ChatRenderer
-from actors.environment.template_traits import call_form, describe_traits, template_traits
+from actors.environment.template_traits import (
+    call_form,
+    describe_traits,
+    num_repeated,
+    template_traits,
+)
 
 MIDDLE = "system message in mid-conversation"
 TOOLS, CALLS, READ_BACK = "tools", "calls", "calls read back"
@@ -108,3 +116,30 @@ def test_the_parser_of_calls_is_found_by_rendering_a_call(call: str, parser: str
     form = call_form(chat)
     assert chat.template.shows_calls
     assert (form and form.parser) == parser
+
+
+SHOWN_TOOLS = "{{ tools | tojson if tools else '' }}"
+
+
+@pytest.mark.parametrize(
+    ("front", "turn"),
+    [
+        (SHOWN_TOOLS, ""),
+        ("", f"{{% if m.role == 'user' %}}{SHOWN_TOOLS}{{% endif %}}"),
+        # As Mistral's templates.
+        ("", f"{{% if m.role == 'user' and loop.last %}}{SHOWN_TOOLS}{{% endif %}}"),
+    ],
+)
+def test_tools_that_each_message_of_a_user_shows_again_are_counted(front: str, turn: str) -> None:
+    copied = tokenizer("plain").__class__(
+        tokenizer_object=tokenizer("plain").backend_tokenizer,
+        chat_template=f"{front}{{% for m in messages %}}{turn}<|im_start|>"
+        "{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+    chat = ChatRenderer(copied)
+    shown = "shown again with each user's message" if turn else "shown"
+    assert template_traits(chat)[TOOLS] == shown
+    written = copied(json.dumps([CALCULATOR.for_template()]), add_special_tokens=False).input_ids
+    assert num_repeated(chat, (CALCULATOR,)) == (len(written) if turn else 0)
+    assert num_repeated(chat, ()) == 0
