@@ -82,11 +82,25 @@
 {{- end }}
 {{- end -}}
 
-{{/* Integers that are too large: helm reads each number as a 64-bit float, and would change them silently. */}}
+{{/* Integers that are too large: helm reads each number as a 64-bit float, and would change them silently. And volumes
+     that are too small. */}}
 {{- define "rayloom.valueProblems" -}}
 {{- range $key := list "config" "test" "extraManifests" -}}
 {{- include "rayloom.largeIntegers" (dict "path" $key "value" (index $.Values $key)) -}}
 {{- end -}}
+{{- range $key := list "checkpoints" "database" "modelCache" }}
+{{- include "rayloom.sizeProblems" (dict "key" (printf "%s.size" $key) "size" (index $.Values $key).size "expected" "") }}
+{{- end }}
+{{- include "rayloom.sizeProblems" (dict "key" "gcs.storage.size" "size" .Values.gcs.storage.size "expected" "") }}
+{{- end -}}
+
+{{/* A size that is too small, probably because its unit is missing. Takes: key, size, expected (more of what is
+     expected). */}}
+{{- define "rayloom.sizeProblems" -}}
+{{- $bytes := include "rayloom.quantity" .size | float64 }}
+{{- if lt $bytes 67108864.0 }}
+- {{ printf "%s: got %v, which is %.0f bytes, expected at least 64Mi%s; write the unit, such as 20Gi" .key .size $bytes .expected | quote }}
+{{- end }}
 {{- end -}}
 
 {{- define "rayloom.largeIntegers" -}}

@@ -10,10 +10,9 @@
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.volumes" $name) "names" $volumes) }}
 {{- include "rayloom.specProblems" (dict "name" $name "pod" $pod) }}
 {{- range $key := list "tmpSize" "homeSize" }}
-{{- $size := include "rayloom.quantity" (index $group $key) | float64 }}
 {{- /* Kubernetes reads 0 as no limit. */}}
-{{- if and (gt $size 0.0) (lt $size 67108864.0) }}
-- {{ printf "%s.%s: got %v, which is %.0f bytes, expected at least 64Mi, or 0 for no limit: a pod that exceeds it is evicted; write the unit, such as 20Gi" $name $key (index $group $key) $size | quote }}
+{{- if gt (include "rayloom.quantity" (index $group $key) | float64) 0.0 }}
+{{- include "rayloom.sizeProblems" (dict "key" (printf "%s.%s" $name $key) "size" (index $group $key) "expected" ", or 0 for no limit: a pod that exceeds it is evicted") }}
 {{- end }}
 {{- end }}
 {{- /* The operator's own containers have these names. */}}

@@ -292,6 +292,14 @@ CONTRADICTIONS: list[Case] = [
      "config: {model: {tiny: null, path: Qwen/Qwen3-0.6B}}}",
      "networkPolicy.environmentEgress: got none", "modelCache.enabled"),
     ("head: {env: [{name: RAY_AUTH_TOKEN, value: x}]}", "head.env: RAY_AUTH_TOKEN", "remove it"),
+    *(
+        (json.dumps(nested(f"{key}.size", size)), f"{key}.size: got {size}, which is {number} b",
+         "at least 64Mi", "such as 20Gi")
+        for key, size, number in (
+            ("checkpoints", 20, 20), ("checkpoints", "20m", 0), ("database", "5M", 5000000),
+            ("modelCache", "0Gi", 0), ("gcs.storage", 1, 1),
+        )
+    ),
 ]  # fmt: skip
 # `make test` runs these too.
 QUICK: list[Case] = [
