@@ -9,6 +9,7 @@
 {{- range $pod.volumes }}{{- $volumes = append $volumes .name }}{{- end }}
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.volumes" $name) "names" $volumes) }}
 {{- include "rayloom.specProblems" (dict "name" $name "pod" $pod) }}
+{{- include "rayloom.pathProblems" (dict "context" $ "name" $name "group" $group "pod" $pod) }}
 {{- range $key := list "tmpSize" "homeSize" }}
 {{- /* Kubernetes reads 0 as no limit. */}}
 {{- if gt (include "rayloom.quantity" (index $group $key) | float64) 0.0 }}
@@ -74,6 +75,54 @@
 - {{ printf "%s.hostAliases: got the ip %s, expected an address such as 10.0.0.1; put names into hostnames" $name (default "none" .ip) | quote }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Files of the configuration that a group's pods cannot have. All pods load the model, and the head reads all other
+     files. Takes: context, name, group, pod (its specification). */}}
+{{- define "rayloom.pathProblems" -}}
+{{- $files := .context.Values.workspace.files }}
+{{- range $key, $path := include "rayloom.configPaths" .context | fromJson }}
+{{- if not (isAbs $path) }}
+{{- if eq $.name "head" }}
+- {{ printf "config.%s: got %s, expected an absolute path in the pods, which do not have the files of your machine; put a file into workspace.files, or mount a volume by pods.volumes and pods.volumeMounts, and name the path in the pods, such as /workspace/%s" $key $path (base $path) | quote }}
+{{- end }}
+{{- else if or (eq $.name "head") (eq $key "model.path") }}
+{{- /* Directories of the image, in which it may have files of your own. */}}
+{{- $isThere := regexMatch "^/(etc|opt|srv|usr|var)/" (clean $path) }}
+{{- range (first $.pod.containers).volumeMounts }}
+{{- $inside := trimPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $path)) | trimSuffix "/" }}
+{{- $isIn := hasPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $path)) }}
+{{- /* An init container may put files into a directory that is empty at the pod's start. */}}
+{{- $isFilled := or $.group.initContainers (not (has .name (list "shm" "tmp" "home" "secrets" "database"))) }}
+{{- $isKnown := or (ne .name "workspace") (not $files) (hasKey $files $inside) }}
+{{- $isThere = or $isThere (and $isIn $isFilled $isKnown) }}
+{{- end }}
+{{- if not $isThere }}
+- {{ printf "config.%s: got %s, which the pods of %s do not have, expected a path on one of their volumes%s; add the file to workspace.files, or mount its volume by pods.volumes and pods.volumeMounts; an image of your own may have it below /opt" $key $path $.name (empty $files | ternary "" (printf " (workspace.files has %s)" (join ", " (keys $files | sortAlpha)))) | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The paths of files and directories in the configuration, by their keys, as JSON. */}}
+{{- define "rayloom.configPaths" -}}
+{{- $config := eq .Values.mode "cluster" | ternary dict (include "rayloom.sentConfig" . | fromYaml) -}}
+{{- $paths := dict -}}
+{{- $models := dict "model.path" (dig "model" "path" "" $config) "algorithm.reference" (dig "algorithm" "reference" "" $config) "algorithm.critic.model" (dig "algorithm" "critic" "model" "" $config) -}}
+{{- range $key, $path := $models }}
+{{- if regexMatch "^[/.~]" (default "" $path) }}{{- $_ := set $paths $key $path -}}{{- end -}}
+{{- end -}}
+{{- $sections := dict "tasks" (dig "tasks" dict $config) -}}
+{{- range $name, $part := dig "mixture" dict $config }}{{- $_ := set $sections (printf "mixture.%s.tasks" $name) (dig "tasks" dict $part) -}}{{- end -}}
+{{- range $name, $set := dig "evaluation" "sets" dict $config }}{{- $_ := set $sections (printf "evaluation.sets.%s" $name) $set -}}{{- end -}}
+{{- range $section, $tasks := $sections -}}
+{{- with $tasks.file }}{{- $_ := set $paths (printf "%s.file" $section) . -}}{{- end -}}
+{{- $dataset := default "" $tasks.dataset -}}
+{{- if and (not (contains "://" $dataset)) (regexMatch "(?i)^[/.~]|[.](jsonl|ndjson|json|csv|tsv|parquet)([.]gz)?$" $dataset) -}}
+{{- $_ := set $paths (printf "%s.dataset" $section) $dataset -}}
+{{- end -}}
+{{- end -}}
+{{- $paths | toJson -}}
 {{- end -}}
 
 {{/* Contradictions between a group's values. Takes: context, name, group, container (Ray's). */}}

@@ -142,7 +142,7 @@ async def test_one_environment_of_a_mixture_is_played(tmp_path: Path) -> None:
 
 
 async def test_the_check_plays_an_entry_of_a_mixture_that_needs_no_data(tmp_path: Path) -> None:
-    reads = {"tasks": {"environment": "reasoning_gym", "file": "/workspace/a.jsonl"}}
+    reads = {"tasks": {"environment": "reasoning_gym", "file": "/opt/a.jsonl"}}
     config = {**MIXTURE, "mixture": {"a": reads, "z": MIXTURE["mixture"]["fit"]}}
     printed, [task] = await checked({"config": config}, directory=tmp_path)
     assert printed == "ok health\nok rollout\n" and task["environment"] == "z"
@@ -160,7 +160,7 @@ async def test_a_release_for_external_agents_is_checked_with_a_turn_of_a_session
 async def test_an_environment_that_needs_data_gets_minimal_data_by_its_schema(
     tmp_path: Path,
 ) -> None:
-    tasks = {"environment": "reasoning_gym", "file": "/workspace/tasks.jsonl"}
+    tasks = {"environment": "reasoning_gym", "file": "/opt/tasks.jsonl"}
     printed, [task] = await checked({}, with_tasks(tasks, tmp_path), directory=tmp_path)
     assert printed == "ok health\nok rollout\n" and task["environment"] == "reasoning_gym"
 

@@ -57,6 +57,7 @@ ENTRIES: dict[str, Any] = {
 # Valid values that cannot be derived from the schema.
 OTHERS: dict[str, Any] = {
     "run.checkpoint_url": "s3://bucket/runs/one",
+    "tasks.file": "/opt/tasks.jsonl",
     "rollouts.stop": ["END"],
     "trainer.betas": [0.8, 0.85],
     # This is the only value that the setting can have.

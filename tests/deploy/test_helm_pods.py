@@ -285,7 +285,7 @@ def test_data_sets_of_a_hub_are_fetched_each_split_at_its_revision() -> None:
                 "sets": {
                     "hard": {"dataset": "HuggingFaceH4/MATH-500", "split": "test"},
                     "again": {"split": "train"},
-                    "local": {"file": "/workspace/held.jsonl"},
+                    "local": {"file": "/models/held.jsonl"},
                     "own": {"samples": 4},
                 }
             },
@@ -303,9 +303,9 @@ def test_data_sets_of_a_hub_are_fetched_each_split_at_its_revision() -> None:
 def test_the_data_set_of_each_entry_of_a_mixture_is_fetched() -> None:
     parts = {
         "a": {"tasks": {"environment": "single_turn", "dataset": "squad"}},
-        "b": {"tasks": {"environment": "single_turn", "dataset": "./rows"}},
-        "c": {"tasks": {"environment": "single_turn", "dataset": "rows.JSONL.gz"}},
-        "d": {"tasks": {"environment": "single_turn", "dataset": "/data/rows"}},
+        "b": {"tasks": {"environment": "single_turn", "dataset": "/models/rows.csv"}},
+        "c": {"tasks": {"environment": "single_turn", "dataset": "/opt/rows.JSONL.gz"}},
+        "d": {"tasks": {"environment": "single_turn", "dataset": "/models/rows"}},
     }
     [_, only] = fetched({"tasks": None, "mixture": parts})
     assert only == {"name": "squad", "subset": "", "split": "train", "revision": ""}
@@ -328,7 +328,7 @@ def test_without_a_cache_every_pod_has_the_token_because_each_loads_the_tokenize
         assert "initContainers" not in template["spec"]
 
 
-@pytest.mark.parametrize("path", ["/models/mine", "./mine", "~/mine"])
+@pytest.mark.parametrize("path", ["/models/mine", "/opt/mine"])
 def test_a_models_directory_is_not_fetched(path: str) -> None:
     values = {
         "config": {"model": {"tiny": None, "path": path}},

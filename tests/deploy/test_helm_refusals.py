@@ -300,6 +300,31 @@ CONTRADICTIONS: list[Case] = [
             ("modelCache", "0Gi", 0), ("gcs.storage", 1, 1),
         )
     ),
+    # No pod has these files.
+    *(
+        (f"config: {config}", f"config.{key}: got {path}, which the pods of head do not have",
+         "add the file to workspace.files")
+        for path, key, config in (
+            ("/data/a", "tasks.file", "{tasks: {file: /data/a}}"),
+            ("/tmp/a", "tasks.dataset", "{tasks: {dataset: /tmp/a}}"),
+            ("/data/a", "mixture.x.tasks.file",
+             "{tasks: null, mixture: {x: {tasks: {environment: guessing, file: /data/a}}}}"),
+            ("/data/a", "evaluation.sets.x.file", "{evaluation: {sets: {x: {file: /data/a}}}}"),
+            ("/data/a", "algorithm.reference", "{algorithm: {reference: /data/a}}"),
+        )
+    ),
+    *(
+        (f"config: {config}", f"got {path}, expected an absolute path in the pods")
+        for path, config in (
+            ("./qwen", "{model: {tiny: null, path: ./qwen}}"),
+            ("a.jsonl", "{tasks: {file: a.jsonl}}"), ("a.csv", "{tasks: {dataset: a.csv}}"),
+        )
+    ),
+    ("{workspace: {files: {a: x}}, config: {tasks: {file: /workspace/b}}}",
+     "config.tasks.file: got /workspace/b", "workspace.files has a)"),
+    ("{head: {volumes: [{name: m, configMap: {name: m}}], volumeMounts: [{name: m, mountPath: /m}]}"
+     ", config: {model: {tiny: null, path: /m}}}",
+     "config.model.path: got /m, which the pods of trainer do not have"),
 ]  # fmt: skip
 # `make test` runs these too.
 QUICK: list[Case] = [
@@ -329,6 +354,18 @@ ACCEPTED = [
     "pods: {hostAliases: [{ip: 10.0.0.255, hostnames: [db]}, {ip: '::1', hostnames: [db]}, "
     "{ip: '::ffff:1.2.3.4', hostnames: [db]}], tmpSize: 64Mi, homeSize: '0'}",
     "monitoring: {podMonitor: {enabled: true, interval: 1m, scrapeTimeout: 59s500ms}}",
+    *(
+        f"{{config: {{model: {{tiny: null, path: /data/m}}, tasks: {{file: {file}}}}}, pods: {{"
+        "volumes: [{name: data, persistentVolumeClaim: {claimName: d}}], "
+        f"volumeMounts: [{{name: data, mountPath: /data}}]}}, {more}}}"
+        for file, more in (
+            ("/workspace/a", "workspace: {files: {a: x}}"),
+            ("/workspace/a/b", "workspace: {existingClaim: c}"),
+            ("/usr/share/a", "modelCache: {enabled: false}"),
+            ("/tmp/a", "head: {initContainers: [{name: copy, image: x}]}"),
+        )
+    ),
+    "{mode: cluster, config: {tasks: {file: a}}}",
     # Volumes for certificates, and a disk in each pod for objects that Ray spills.
     "pods: {volumes: [{name: certificates, configMap: {name: c}}, "
     "{name: scratch, hostPath: {path: /nvme}}], volumeMounts: ["
