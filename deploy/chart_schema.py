@@ -4,14 +4,17 @@ helm/values.schema.json is written by hand except for two parts. `properties.con
 of the configuration tree; with it, helm refuses a key that Rayloom does not know. The definitions
 `io.k8s.…` are copied from Kubernetes' strict schema; with them, helm refuses a typo inside an
 affinity or a volume. The chart's templates read some defaults of the configuration from
-helm/files/config-defaults.yaml, which this module writes too. Tests compare each file with its
-source. This module needs the development tools.
+helm/files/config-defaults.yaml, and the names of modules that `workspace.files` must not hide from
+helm/files/module-names.txt; this module writes both. Tests compare each file with its source. This
+module needs the development tools.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+import textwrap
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -19,11 +22,13 @@ from typing import Any
 
 import yaml
 
+from rayloom import RESERVED_NAMES
 from service.config.file import config_schema, dump_config, parse_config
 
 CHART = Path(__file__).parents[1] / "helm"
 SCHEMA = CHART / "values.schema.json"
 DEFAULTS = CHART / "files" / "config-defaults.yaml"
+NAMES = CHART / "files" / "module-names.txt"
 KUBERNETES = "1.36"
 # Sections with the numbers of a run's parts, their resources, and the rollouts of a task.
 _READ_BY_TEMPLATES = ("run", "rollouts", "algorithm", "inference", "trainer")
@@ -64,6 +69,11 @@ def defaults_text() -> str:
     whole = yaml.safe_load(dump_config(parse_config(tree, source="of the defaults")))
     read = {section: whole[section] for section in _READ_BY_TEMPLATES}
     return "# Written by `python -m deploy.chart_schema`.\n" + yaml.safe_dump(read, sort_keys=False)
+
+
+def module_names() -> list[str]:
+    """Return the names of Rayloom's packages, its libraries, and Python's own modules."""
+    return sorted({*RESERVED_NAMES, *(n for n in sys.stdlib_module_names if n[0] != "_")})
 
 
 def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,4 +125,5 @@ def _without_null(node: Any) -> Any:
 
 if __name__ == "__main__":
     DEFAULTS.write_text(defaults_text(), "utf-8")
+    NAMES.write_text(textwrap.fill(" ".join(module_names()), 100) + "\n", "utf-8")
     SCHEMA.write_text(schema_text(SCHEMA.read_text("utf-8")), "utf-8")

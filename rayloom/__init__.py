@@ -62,6 +62,7 @@ _LIBRARIES = (
     "referencing", "regex", "rich", "safetensors", "sqlalchemy", "starlette", "tokenizers", "torch",
     "tqdm", "transformers", "typer", "typing_extensions", "uvicorn", "vllm", "websockets", "yaml",
 )  # fmt: skip
+RESERVED_NAMES = (*_PACKAGES, *_LIBRARIES)
 _ROOT = Path(__file__).resolve().parents[1]
 
 __all__ = [

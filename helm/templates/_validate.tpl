@@ -308,6 +308,12 @@
 {{- if gt (len (compact (list (empty .files | ternary "" "x") .existingConfigMap .existingClaim))) 1 }}
 - "workspace: got several of files, existingConfigMap and existingClaim, expected one; remove the others"
 {{- end }}
+{{- $reserved := $.Files.Get "files/module-names.txt" | replace "\n" " " | splitList " " }}
+{{- range $file, $_ := .files }}
+{{- if and (hasSuffix ".py" $file) (has (trimSuffix ".py" $file) $reserved) }}
+- {{ printf "workspace.files: got %s, which hides the module %s of Python, of Rayloom or of a library, because the directory is on Python's path; expected another name: rename it" $file (trimSuffix ".py" $file) | quote }}
+{{- end }}
+{{- end }}
 {{- if gt (len (toJson .files)) 1000000 }}
 - "workspace.files: got more than a ConfigMap holds, 1 MiB; put them on a volume and name it as existingClaim"
 {{- end }}

@@ -48,7 +48,14 @@ from worlds.servers.helm_chart import (
     serve_config_of,
 )
 
-from deploy.chart_schema import DEFAULTS, SCHEMA, defaults_text, schema_text
+from deploy.chart_schema import (
+    DEFAULTS,
+    NAMES,
+    SCHEMA,
+    defaults_text,
+    module_names,
+    schema_text,
+)
 
 ROOT = CHART.parent
 KINDS = {"service": "RayService", "job": "RayJob", "cluster": "RayCluster"}
@@ -243,6 +250,9 @@ def test_the_schema_is_up_to_date_with_the_settings_and_kubernetes() -> None:
     text = SCHEMA.read_text("utf-8")
     assert text == schema_text(text), "run python -m deploy.chart_schema"
     assert DEFAULTS.read_text("utf-8") == defaults_text(), "run python -m deploy.chart_schema"
+    # A later Python has fewer modules.
+    names = NAMES.read_text("utf-8").split()
+    assert set(module_names()) <= set(names), "run python -m deploy.chart_schema"
 
 
 def test_every_value_has_a_default_and_a_schema() -> None:

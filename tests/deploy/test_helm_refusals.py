@@ -300,6 +300,11 @@ CONTRADICTIONS: list[Case] = [
             ("modelCache", "0Gi", 0), ("gcs.storage", 1, 1),
         )
     ),
+    *(
+        (f"workspace: {{files: {{{name}.py: x}}}}",
+         f"workspace.files: got {name}.py, which hides the module {name}", "rename it")
+        for name in ("ray", "service", "random")
+    ),
     # No pod has these files.
     *(
         (f"config: {config}", f"config.{key}: got {path}, which the pods of head do not have",
@@ -366,6 +371,7 @@ ACCEPTED = [
         )
     ),
     "{mode: cluster, config: {tasks: {file: a}}}",
+    "workspace: {files: {my_ray.py: x, ray.jsonl: x}}",
     # Volumes for certificates, and a disk in each pod for objects that Ray spills.
     "pods: {volumes: [{name: certificates, configMap: {name: c}}, "
     "{name: scratch, hostPath: {path: /nvme}}], volumeMounts: ["
