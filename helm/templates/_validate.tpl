@@ -125,8 +125,8 @@
 {{- $name := default "" $image.repository }}
 {{- if or (contains "@" $name) (contains ":" (base $name)) }}
 - {{ printf "%s.repository: got %s, expected a repository without a tag or a digest; put that into %s.tag or %s.digest" $where $name $where $where | quote }}
-{{- else if and $name (not (regexMatch "^[a-z0-9._:/-]+$" $name)) }}
-- {{ printf "%s.repository: got %s, expected only small letters, digits and . _ - /; correct it" $where $name | quote }}
+{{- else if and $name (not (regexMatch "^[a-z0-9._-]+(:[0-9]+)?(/[a-z0-9._-]+)*$" $name)) }}
+- {{ printf "%s.repository: got %s, expected REGISTRY/NAME of small letters, digits and . _ -, without https://; correct it" $where $name | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -324,6 +324,10 @@
 {{- end }}
 {{- if and (eq .Values.gcs.backend "redis") (not .Values.gcs.redis.address) }}
 - "gcs.redis.address: got none with gcs.backend redis; expected one such as redis:6379"
+{{- end }}
+{{- $port := regexFind "[0-9]+$" .Values.gcs.redis.address }}
+{{- if and $port (or (gt (int $port) 65535) (eq (int $port) 0)) }}
+- {{ printf "gcs.redis.address: got port %s, expected 1 to 65535, such as redis:6379; correct it" $port | quote }}
 {{- end }}
 {{- if and (eq .Values.auth.ray.mode "token") (semverCompare "<2.52.0-0" .Values.rayVersion) }}
 - {{ printf "rayVersion: got %s, expected 2.52.0 or newer with auth.ray.mode token; set mode to disabled or use a newer image" .Values.rayVersion | quote }}

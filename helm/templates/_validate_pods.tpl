@@ -180,13 +180,15 @@
      (the names of the pod's volumes). */}}
 {{- define "rayloom.containerProblems" -}}
 {{- $operators := list "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_enable_autoscaler_v2" -}}
+{{- /* The operator sets these only in Ray's container; a sidecar may have them. */}}
+{{- if not (contains "." .where) }}{{- $operators = concat $operators (list "RAY_ADDRESS" "RAY_PORT" "RAY_IP" "FQ_RAY_IP" "RAY_CLUSTER_NAME" "RAY_NODE_TYPE_NAME") -}}{{- end -}}
 {{- $inFiles := dict "RAYLOOM_API_KEY" "auth.api.existingSecret" "RAYLOOM_DATABASE_URL" "database.existingSecret" -}}
 {{- $where := .where -}}
 {{- $variables := list }}
 {{- range .container.env }}
 {{- $variables = append $variables .name }}
 {{- if has .name $operators }}
-- {{ printf "%s.env: %s is set by the operator; remove it (see auth and gcs)" $where .name | quote }}
+- {{ printf "%s.env: %s is set by the operator, expected no other value: remove it (see auth and gcs)" $where .name | quote }}
 {{- end }}
 {{- if hasKey $inFiles .name }}
 - {{ printf "%s.env: %s must not be a variable: pods read it from a file, which Kubernetes updates when the Secret changes; name the Secret by %s" $where .name (get $inFiles .name) | quote }}

@@ -305,6 +305,14 @@ CONTRADICTIONS: list[Case] = [
          f"workspace.files: got {name}.py, which hides the module {name}", "rename it")
         for name in ("ray", "service", "random")
     ),
+    ("pods: {env: [{name: RAY_ADDRESS, value: 'a:1'}]}",
+     "head.env: RAY_ADDRESS is set by the operator", "remove it"),
+    *(
+        (f"image: {{repository: '{name}'}}", f"image.repository: got {name}", "without https://")
+        for name in ("https://reg.example/rayloom", "reg.example//rayloom", "rayloom/")
+    ),
+    ("gcs: {backend: redis, redis: {address: 'redis:99999'}}",
+     "gcs.redis.address: got port 99999", "such as redis:6379"),
     # No pod has these files.
     *(
         (f"config: {config}", f"config.{key}: got {path}, which the pods of head do not have",
@@ -371,6 +379,7 @@ ACCEPTED = [
         )
     ),
     "{mode: cluster, config: {tasks: {file: a}}}",
+    "head: {sidecars: [{name: client, image: x, env: [{name: RAY_ADDRESS, value: 'ray:1'}]}]}",
     "workspace: {files: {my_ray.py: x, ray.jsonl: x}}",
     # Volumes for certificates, and a disk in each pod for objects that Ray spills.
     "pods: {volumes: [{name: certificates, configMap: {name: c}}, "
