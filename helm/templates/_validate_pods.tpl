@@ -27,7 +27,10 @@
 {{- end }}
 {{- end }}
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.initContainers or sidecars" $name) "names" $containers) }}
-{{- $_ := set $users (toString $group.podSecurityContext.runAsUser) $name }}
+{{- /* Without it, the image or the platform has a user, which the chart does not know. */}}
+{{- with $group.podSecurityContext }}
+{{- if not (kindIs "invalid" .runAsUser) }}{{- $_ := set $users (int64 .runAsUser | toString) $name }}{{- end }}
+{{- end }}
 {{- include "rayloom.groupProblems" (dict "context" $ "name" $name "group" $group "container" (first $pod.containers)) }}
 {{- if or (hasKey $group.resources.requests $group.gpuResource) (hasKey $group.resources.limits $group.gpuResource) }}
 - {{ printf "%s.resources: got %s, which the chart adds from gpus; set %s.gpus, and remove it here" $name $group.gpuResource $name | quote }}
@@ -41,8 +44,9 @@
 - {{ printf "%s.shmSize: got %v, expected less than the memory limit, %v, because /dev/shm counts as memory; lower it or raise the limit" $name $group.shmSize $memory | quote }}
 {{- end }}
 {{- end }}
-{{- if and (hasKey $users "0") (gt (len $users) 1) }}
-- {{ printf "podSecurityContext.runAsUser: got 0 for %s and another user for %s, expected the same for all: all pods write to one volume, and only root can change root's files; set it in pods" (get $users "0") (omit $users "0" | values | first) | quote }}
+{{- $ids := keys $users | sortAlpha }}
+{{- if gt (len $ids) 1 }}
+- {{ printf "podSecurityContext.runAsUser: got %s for %s and %s for %s, expected the same for all: all pods write to one volume, and only the user that created a file or a directory there can change it (fsGroup does not help, because new files are not writable by their group); set it in pods" (first $ids) (get $users (first $ids)) (last $ids) (get $users (last $ids)) | quote }}
 {{- end }}
 {{- end -}}
 

@@ -260,8 +260,11 @@ CONTRADICTIONS: list[Case] = [
      "database.accessModes: got ReadWriteMany, expected ReadWriteOnce or ReadWriteOncePod"),
     ("trainer: {capabilities: {add: [IPC_LOCK]}}",
      "trainer.capabilities: got IPC_LOCK for user 1000", "LimitMEMLOCK"),
-    ("trainer: {podSecurityContext: {runAsUser: 0}}",
-     "podSecurityContext.runAsUser: got 0 for trainer and another user for"),
+    *(
+        (f"trainer: {{podSecurityContext: {{runAsUser: {user}}}}}",
+         f"podSecurityContext.runAsUser: got {first} for", f"and {last} for", "set it in pods")
+        for user, first, last in ((0, 0, 1000), (1000700000, 1000, 1000700000))
+    ),
     ("{trainer: {hostNetwork: true}, networkPolicy: {enabled: true, operatorNamespace: ray}}",
      "trainer.hostNetwork: got true with networkPolicy.enabled"),
     ("pods: {dnsPolicy: None}", "head.dnsPolicy: got None without dnsConfig"),
