@@ -322,6 +322,27 @@
 {{- if and .Values.serviceAccount.create (eq .Values.serviceAccount.name $environments) }}
 - {{ printf "serviceAccount.name: got %s, the account of environment pods, which must not have rights; choose another" $environments | quote }}
 {{- end }}
+{{- with .Values.serviceAccount }}
+{{- if and .create (eq .name "default") }}
+- "serviceAccount.name: got default with create true, but Kubernetes creates this account itself; set create to false, or choose another name"
+{{- end }}
+{{- if and .annotations (not .create) }}
+- "serviceAccount.annotations: got annotations with create false, which adds them to no account; expected none: annotate the account yourself and remove them, or set create to true"
+{{- end }}
+{{- end }}
+{{- if and .Values.auth.ray.existingSecret (eq .Values.auth.ray.mode "disabled") }}
+- {{ printf "auth.ray.existingSecret: got %s with auth.ray.mode disabled, which uses no token; expected mode token: set it, or remove the Secret's name" .Values.auth.ray.existingSecret | quote }}
+{{- end }}
+{{- if and .Values.gcs.redis.address (ne .Values.gcs.backend "redis") }}
+- {{ printf "gcs.redis.address: got %s with gcs.backend %s, which does not use it; expected backend redis: set it, or set the address to \"\"" .Values.gcs.redis.address .Values.gcs.backend | quote }}
+{{- end }}
+{{- range $key, $name := dict "queueName" "kueue.x-k8s.io/queue-name" "priorityClass" "kueue.x-k8s.io/priority-class" }}
+{{- $given := get $.Values.labels $name }}
+{{- $own := index $.Values.kueue $key }}
+{{- if and $given $own (ne $given $own) }}
+- {{ printf "labels: got %s of %s, but kueue.%s is %s; expected one of them: remove the label, or kueue.%s" $given $name $key $own $key | quote }}
+{{- end }}
+{{- end }}
 {{- if and (eq .Values.gcs.backend "redis") (not .Values.gcs.redis.address) }}
 - "gcs.redis.address: got none with gcs.backend redis; expected one such as redis:6379"
 {{- end }}

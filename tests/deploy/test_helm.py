@@ -495,7 +495,8 @@ def test_further_manifests_are_rendered_as_templates() -> None:
 def test_no_pod_has_a_token_and_environments_have_an_account_without_rights(
     create: bool,
 ) -> None:
-    account = {"create": create, "name": "trainers", "annotations": {"cloud/role": "bucket"}}
+    annotations = {"cloud/role": "bucket"} if create else {}
+    account = {"create": create, "name": "trainers", "annotations": annotations}
     manifests = rendered({"serviceAccount": account})
     accounts = {
         group: template["spec"]["serviceAccountName"]

@@ -316,6 +316,17 @@ CONTRADICTIONS: list[Case] = [
     ),
     ("gcs: {backend: redis, redis: {address: 'redis:99999'}}",
      "gcs.redis.address: got port 99999", "such as redis:6379"),
+    ("serviceAccount: {name: default}", "serviceAccount.name: got default", "set create to false"),
+    ("serviceAccount: {create: false, annotations: {a: b}}",
+     "serviceAccount.annotations: got annotations with create false", "set create to true"),
+    ("gcs: {redis: {address: 'redis:6379'}}",
+     "gcs.redis.address: got redis:6379 with gcs.backend memory", "expected backend redis"),
+    ("auth: {ray: {mode: disabled, existingSecret: a}}",
+     "auth.ray.existingSecret: got a with auth.ray.mode disabled", "expected mode token"),
+    ("{kueue: {queueName: a, priorityClass: b}, labels: {kueue.x-k8s.io/queue-name: c, "
+     "kueue.x-k8s.io/priority-class: d}}",
+     "labels: got c of kueue.x-k8s.io/queue-name, but kueue.queueName is a",
+     "labels: got d of kueue.x-k8s.io/priority-class, but kueue.priorityClass is b"),
     # No pod has these files.
     *(
         (f"config: {config}", f"config.{key}: got {path}, which the pods of head do not have",
@@ -382,6 +393,8 @@ ACCEPTED = [
         )
     ),
     "{mode: cluster, config: {tasks: {file: a}}}",
+    "{kueue: {queueName: a}, labels: {kueue.x-k8s.io/queue-name: a}, "
+    "serviceAccount: {create: false, name: default}}",
     "head: {sidecars: [{name: client, image: x, env: [{name: RAY_ADDRESS, value: 'ray:1'}]}]}",
     "workspace: {files: {my_ray.py: x, ray.jsonl: x}}",
     # Volumes for certificates, and a disk in each pod for objects that Ray spills.
