@@ -413,7 +413,10 @@
 {{- if and .enabled .scrapeTimeout (gt (include "rayloom.milliseconds" .scrapeTimeout | int) (include "rayloom.milliseconds" .interval | int)) }}
 - {{ printf "monitoring.podMonitor.scrapeTimeout: got %s, expected at most the interval, %s; lower it, or raise the interval" .scrapeTimeout .interval | quote }}
 {{- end }}
-{{- $_ := mustRegexMatch .dropSeries "" }}
+{{- /* A regular expression with an empty alternative matches the empty text, unless it has an error. */}}
+{{- if not (regexMatch (printf "|%s" .dropSeries) "") }}
+- {{ printf "monitoring.podMonitor.dropSeries: got %s, which is not a regular expression, expected one such as ray_grpc_server_.*; correct it, for example a parenthesis that is not closed" .dropSeries | quote }}
+{{- end }}
 {{- end }}
 {{- $chosen := .Values.monitoring.rules -}}
 {{- $alerts := list -}}

@@ -63,7 +63,6 @@ MISSPELT: list[Case] = [
     # The URL is written into JSON.
     ("monitoring: {rules: {runbooks: 'https://x/\"'}}", "monitoring.rules.runbooks"),
     ("gcs: {backend: redis, redis: {address: redis}}", "gcs.redis.address"),
-    ("monitoring: {podMonitor: {dropSeries: 'ray_('}}", "dropSeries", "error parsing regexp"),
 ]  # fmt: skip
 CONTRADICTIONS: list[Case] = [
     ("fullnameOverride: " + "a" * 48, "fullnameOverride", "48 characters", "at most 47"),
@@ -327,6 +326,11 @@ CONTRADICTIONS: list[Case] = [
      "kueue.x-k8s.io/priority-class: d}}",
      "labels: got c of kueue.x-k8s.io/queue-name, but kueue.queueName is a",
      "labels: got d of kueue.x-k8s.io/priority-class, but kueue.priorityClass is b"),
+    *(
+        (f"monitoring: {{podMonitor: {{dropSeries: '{text}'}}}}",
+         f"monitoring.podMonitor.dropSeries: got {text}, which is not a regular expression")
+        for text in ("ray_(.*", "a)|(b", "[a")
+    ),
     # No pod has these files.
     *(
         (f"config: {config}", f"config.{key}: got {path}, which the pods of head do not have",
@@ -393,6 +397,7 @@ ACCEPTED = [
         )
     ),
     "{mode: cluster, config: {tasks: {file: a}}}",
+    "monitoring: {podMonitor: {dropSeries: '(?i)ray_(a|b)[.]x+'}}",
     "{kueue: {queueName: a}, labels: {kueue.x-k8s.io/queue-name: a}, "
     "serviceAccount: {create: false, name: default}}",
     "head: {sidecars: [{name: client, image: x, env: [{name: RAY_ADDRESS, value: 'ray:1'}]}]}",
