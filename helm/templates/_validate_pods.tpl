@@ -6,7 +6,13 @@
 {{- $group := include "rayloom.group" (dict "context" $ "name" $name) | fromYaml }}
 {{- $pod := (include "rayloom.podTemplate" (dict "context" $ "name" $name) | fromYaml).spec }}
 {{- $volumes := list }}
-{{- range $pod.volumes }}{{- $volumes = append $volumes .name }}{{- end }}
+{{- range $pod.volumes }}
+{{- $volumes = append $volumes .name }}
+{{- $sources := omit . "name" | keys | sortAlpha }}
+{{- if ne (len $sources) 1 }}
+- {{ printf "%s.volumes: got %s for %s, expected one source, such as configMap, secret or persistentVolumeClaim (without one, Kubernetes mounts an empty directory); name one" $name (join " and " $sources | default "no source") .name | quote }}
+{{- end }}
+{{- end }}
 {{- include "rayloom.repetitions" (dict "key" (printf "%s.volumes" $name) "names" $volumes) }}
 {{- include "rayloom.specProblems" (dict "name" $name "pod" $pod) }}
 {{- include "rayloom.pathProblems" (dict "context" $ "name" $name "group" $group "pod" $pod) }}

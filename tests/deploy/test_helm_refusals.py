@@ -331,6 +331,10 @@ CONTRADICTIONS: list[Case] = [
          f"monitoring.podMonitor.dropSeries: got {text}, which is not a regular expression")
         for text in ("ray_(.*", "a)|(b", "[a")
     ),
+    ("pods: {volumes: [{name: certs}]}",
+     "head.volumes: got no source for certs, expected one source", "empty directory"),
+    ("pods: {volumes: [{name: certs, secret: {secretName: c}, configMap: {name: d}}]}",
+     "trainer.volumes: got configMap and secret for certs, expected one source"),
     # No pod has these files.
     *(
         (f"config: {config}", f"config.{key}: got {path}, which the pods of head do not have",
