@@ -468,7 +468,7 @@ def test_a_running_service_is_not_replaced_by_another_object(
     pinned: Pinned, change: dict[str, Any]
 ) -> None:
     binary = helm_binary(pinned)
-    with pytest.raises(HelmError, match="RayService demo-rayloom of this release runs"):
+    with pytest.raises(HelmError, match="RayService demo-rayloom of this release is running"):
         upgraded(rendered(), change, binary)
     upgraded(rendered({"suspend": True}), change, binary)
 

@@ -369,7 +369,7 @@ QUICK: list[Case] = [
        f"monitoring.rules.{key}: got RayloomNoSuch, which is not an alert, expected one of Rayloom")
       for key, value in (("disabled", "[RayloomNoSuch]"), ("labelsOf", "{RayloomNoSuch: {a: b}}"))),
     *((f"{{config: {{tasks: {{dataset: x/y}}}}, modelCache: {cache}}}", words) for cache, words in (
-        (f"{{enabled: true, revisions: {{a/b: {COMMIT}}}}}", "got a/b, expected names of a hub"),
+        (f"{{enabled: true, revisions: {{a/b: {COMMIT}}}}}", "got a/b, expected hub names"),
         (f"{{enabled: false, revisions: {{x/y: {COMMIT}}}}}", "without modelCache.enabled"),
         ("{enabled: true, revisions: {x/y: main}}", "revisions"),
     )),
