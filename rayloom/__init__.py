@@ -14,6 +14,7 @@ Names are imported at their first use, so that `import rayloom` takes millisecon
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -104,8 +105,12 @@ def check_names(path: Sequence[str]) -> None:
 
     Raises:
         ImportError: If a user's module would be imported in place of a package of Rayloom or of a
-            library.
+            library, or if the working directory was deleted.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ImportError("the working directory does not exist any more; cd to another") from None
     for name in _PACKAGES:
         found = PathFinder.find_spec(name, list(path))
         if found is None or found.origin is None:
@@ -137,7 +142,10 @@ def _check_libraries(path: Sequence[str]) -> None:
         )
 
 
-check_names(sys.path)
+# The command `rayloom` calls `check_names` itself, to print an error as one line. Its argv[0] is
+# "-m" while Python loads the package for `python -m rayloom`.
+if Path(*sys.argv[:1]).name not in ("rayloom", "-m"):
+    check_names(sys.path)
 
 
 def __getattr__(name: str) -> Any:

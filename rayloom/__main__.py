@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from rayloom import check_names
@@ -11,10 +10,13 @@ EXIT_REFUSED = 2
 
 
 def main() -> None:
-    """Run the command line, or exit if a module in the current directory hides a package."""
+    """Run the command line.
+
+    Exit if a module in the current directory hides a package, or if this directory was deleted.
+    """
     try:
         # The command line imports the user's modules from the current directory.
-        check_names([os.getcwd(), *sys.path])
+        check_names(["", *sys.path])
     except ImportError as error:
         print(f"rayloom: {error}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)

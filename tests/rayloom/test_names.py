@@ -67,3 +67,25 @@ def test_a_folder_without_code_and_rayloom_itself_hide_nothing(tmp_path: Path) -
     check_names([str(ROOT)])
     (tmp_path / "script.py").write_text("import rayloom; print(rayloom.load_config.__module__)")
     assert run(tmp_path, "script.py").stdout == "service.config.file\n"
+
+
+def run_in_deleted_directory(place: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    place.mkdir()
+    shell = ["/bin/sh", "-c", 'cd "$0" && /bin/rmdir "$0" && exec "$@"', str(place)]
+    return subprocess.run(
+        [*shell, sys.executable, *command], text=True, timeout=60, capture_output=True,
+        check=False, env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )  # fmt: skip
+
+
+def test_a_deleted_working_directory_is_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "bin" / "rayloom"
+    script.parent.mkdir()
+    script.write_text("from rayloom.__main__ import main; main()")
+    sentence = "the working directory does not exist any more; cd to another\n"
+    for command in ((str(script),), ("-m", "rayloom")):
+        done = run_in_deleted_directory(tmp_path / "gone", *command, "--help")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert done.stderr == f"rayloom: {sentence}"
+    done = run_in_deleted_directory(tmp_path / "gone", "-c", "import rayloom")
+    assert done.stderr.endswith(f"\nImportError: {sentence}")
