@@ -12,16 +12,28 @@ from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from service import VERSION
 from service.cli.commands import before_run, cluster, keys, runs, training
-from service.cli.outlet import bound_ending, escape_unencodable, say
+from service.cli.outlet import bound_ending, code_after, escape_unencodable, outlet, put, say
 from service.config.file import ConfigError
 
 EXIT_REFUSED = 2
+# These keep their exit code without standard output: a run's result is in its directory.
+_RUNS = {"train", "serve", "sft"}
+
+
+class _Group(TyperGroup):
+    """A group of commands whose help may be cut off."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with outlet(sys.__stdout__):
+            super().format_help(ctx, formatter)
+
 
 app = typer.Typer(
+    cls=_Group,
     help="Train language-model agents by reinforcement learning, on a laptop or a Ray cluster.",
     no_args_is_help=True,
     add_completion=False,
@@ -34,6 +46,10 @@ class _Command(TyperCommand):
 
     typer alone would use only the last value: of two data sets, the first would be ignored.
     """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with outlet(sys.__stdout__):
+            super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
@@ -51,9 +67,9 @@ class _Command(TyperCommand):
 # The commands of these apps become commands of `rayloom` itself, in the order of its help.
 for commands in (training, cluster, before_run, runs):
     app.add_typer(commands.app)
-app.add_typer(before_run.model_app, name="model")
-app.add_typer(before_run.tasks_app, name="tasks")
-app.add_typer(keys.app, name="keys")
+app.add_typer(before_run.model_app, name="model", cls=_Group)
+app.add_typer(before_run.tasks_app, name="tasks", cls=_Group)
+app.add_typer(keys.app, name="keys", cls=_Group)
 # typer would print the lines of a docstring as they are; join those of each paragraph.
 for group in (
     *(each.app for each in (training, cluster, before_run, runs, keys)),
@@ -68,7 +84,7 @@ for group in (
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"rayloom {VERSION}")
+        put(f"rayloom {VERSION}")
         raise typer.Exit
 
 
@@ -104,6 +120,8 @@ def main() -> None:
         say(f"rayloom: {error}", err=True)
     except SystemExit as error:
         code = error.code
+    if not code and not set(sys.argv[1:2]) & _RUNS:
+        code = code_after(0)
     bound_ending(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
 

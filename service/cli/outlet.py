@@ -2,8 +2,9 @@
 
 A write fails if the terminal or pipe is closed, or if the output goes to a file whose disk is full.
 After the first failed write, the stream is redirected to /dev/null, so that later writes do not
-fail; the run's log keeps everything. A character that the stream's encoding lacks is written as an
-escape, which is not a failure.
+fail; the run's log keeps everything. If standard output failed for another reason than a closed
+pipe, a line on standard error says so. A character that the stream's encoding lacks is written as
+an escape, which is not a failure.
 This module imports no large package, so that the first line is printed before any slow import.
 """
 
@@ -27,6 +28,9 @@ from service.units import visible_lines
 LOST = (OSError, ValueError)
 ESCAPED = "backslashreplace"
 ENDING_LIMIT_S = 2.0
+EXIT_CUT_OFF = 1
+# Errors of failed writes to standard output: at most one, because later writes do not fail.
+_failures: list[Exception] = []
 
 
 class OutletConsole(Console):
@@ -40,6 +44,29 @@ def say(text: str, *, err: bool = False) -> None:
     """Print lines, with control characters escaped. Print nothing if the stream is gone."""
     with outlet(sys.__stderr__ if err else sys.__stdout__):
         typer.echo(visible_lines(text), err=err)
+
+
+def put(text: str) -> None:
+    """Print a command's result to standard output without escapes."""
+    with outlet(sys.__stdout__):
+        typer.echo(text)
+
+
+def is_output_lost() -> bool:
+    """Return whether text for standard output could not be written, also after a closed pipe."""
+    return sys.__stdout__ is None or bool(_failures)
+
+
+def code_after(code: int) -> int:
+    """Return the exit code of a command whose output is its result: 1, not 0, if it is cut off.
+
+    After a closed pipe, the code stays: its reader, such as `head`, wants no more lines.
+    """
+    return code or (EXIT_CUT_OFF if any(map(_is_cut_off, _failures)) else 0)
+
+
+def _is_cut_off(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, BrokenPipeError | ValueError)
 
 
 def warn(text: str) -> None:
@@ -70,9 +97,18 @@ def outlet(stream: IO[str] | None) -> Iterator[None]:
     except UnicodeError:
         # A UnicodeError is a ValueError, but not a failure of the stream.
         raise
-    except LOST:
+    except LOST as error:
         if stream is not None:
             _silence(stream)
+        if stream is sys.__stdout__:
+            _failures.append(error)
+            if _is_cut_off(error):
+                reason = getattr(error, "strerror", None) or error
+                say(
+                    f"rayloom: standard output cannot be written ({reason}), so that it is not "
+                    "complete; expected a disk with free space; free space, or choose another file",
+                    err=True,
+                )
 
 
 def leave(code: int) -> NoReturn:

@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO
 
 import pytest
+from worlds.builders.journal_builders import group_of, step_of, written
 from worlds.builders.record_builders import status_of
 from worlds.runs.run_driver import ROOT
 
 from service.cli.display import LineDisplay, LiveDisplay, open_display
 from service.cli.outlet import OutletConsole, outlet, say
+from service.store.run_store import RunStore
 
 # Write as `rayloom train` does: a display, then a sentence, then the interpreter's flush.
 TALKATIVE = """
@@ -129,3 +132,61 @@ def test_escape_codes_in_foreign_text_are_not_sent_to_the_terminal(
     file = io.StringIO()
     LineDisplay(OutletConsole(file=file)).update(status_of(1, notices=("task \x1b[2J\x07",)))
     assert "warning: task \\x1b[2J\\x07\n" in file.getvalue()
+
+
+# A command that ends well after a line.
+ENDS_WELL = """
+import sys
+from service.cli import main, outlet
+sys.argv = ["rayloom", sys.argv[1]]
+main.app = lambda: (outlet.say("done"), sys.exit(0))
+main.main()
+"""
+
+
+def with_full_disk(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with standard output on a full disk."""
+    with open("/dev/full", "w") as full:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+
+def test_a_full_disk_is_an_error_of_each_command_but_not_of_a_run(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", step_of([group_of(0, [1, 0])]))
+    example = "docs/examples/numbers"
+    rewards = ("--dataset", f"{example}/after.jsonl", "--reward", f"{example}/my.py:score")
+    lines = {
+        ("keys", "--help"): 1,
+        ("stop", "--help"): 1,
+        ("inspect", str(run)): 1,
+        ("inspect", str(run), "g000000.0-0.a0"): 1,
+        ("try", *rewards, "--answer", "answer"): 1,
+        ("train", "nofile.yaml"): 2,
+    }
+    program = ("-m", "service.cli.main")
+    done = {line: (code, with_full_disk(*program, *line)) for line, code in lines.items()}
+    done[("a run",)] = 0, with_full_disk("-c", ENDS_WELL, "train")
+    warning = "rayloom: standard output cannot be written (No space left on device), so that it"
+    for line, (code, answer) in done.items():
+        assert answer.returncode == code, (line, answer.stderr)
+        assert answer.stderr.count(warning) == 1, (line, answer.stderr)
+        assert len(answer.stderr.splitlines()) == max(code, 1), (line, answer.stderr)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["full-disk", "closed-pipe"])
+def test_a_key_that_cannot_be_printed_is_named(
+    tmp_path: Path, closed_pipe: IO[str], is_closed: bool
+) -> None:
+    RunStore(f"sqlite:///{tmp_path / 'rayloom.db'}").close()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "service.cli.main",
+             "keys", "create", str(tmp_path), "ci", "--tenant", "a"],
+            cwd=ROOT, stdout=closed_pipe if is_closed else full, stderr=subprocess.PIPE, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "the key 'ci' was created, but could not be printed; revoke it with" in done.stderr
+    assert f"`rayloom keys revoke {tmp_path} ci`" in done.stderr

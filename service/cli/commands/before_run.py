@@ -25,7 +25,7 @@ from service.cli.commands.configuration import (
     run_configuration,
     trial_of,
 )
-from service.cli.outlet import leave, say
+from service.cli.outlet import code_after, leave, put, say
 from service.config.file import ConfigError, describe_config
 from service.config.sections import TinyModelSettings
 
@@ -55,7 +55,7 @@ def model_tiny(
     settings = TinyModelSettings(
         seed=seed, tie_word_embeddings=not untied, warmup_steps=warmup_steps
     )
-    typer.echo(build_tiny(directory, settings))
+    put(build_tiny(directory, settings))
 
 
 @model_app.command("smollm2")
@@ -69,7 +69,7 @@ def model_smollm2(
     """
     from service.launch.model_directories import write_smollm2
 
-    typer.echo(write_smollm2(directory))
+    put(write_smollm2(directory))
 
 
 @tasks_app.command("reasoning-gym")
@@ -86,7 +86,7 @@ def tasks_reasoning_gym(
     """Write tasks of a family of the package reasoning-gym."""
     from service.cli.artifacts import write_reasoning_gym
 
-    typer.echo(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
+    put(write_reasoning_gym(family, out, count=count, seed=seed, options=options or []))
 
 
 @tasks_app.command("code-search")
@@ -109,7 +109,7 @@ def tasks_code_search(
     """
     from service.cli.artifacts import write_code_search
 
-    typer.echo(write_code_search(repository, out, source=source, count=count, max_files=max_files))
+    put(write_code_search(repository, out, source=source, count=count, max_files=max_files))
 
 
 @tasks_app.command("generate")
@@ -122,7 +122,7 @@ def tasks_generate(
     """Write tasks of an environment whose games depend only on a seed."""
     from service.cli.artifacts import write_generated
 
-    typer.echo(write_generated(environment, out, count=count, seed=seed))
+    put(write_generated(environment, out, count=count, seed=seed))
 
 
 app = typer.Typer()
@@ -176,7 +176,7 @@ def check(
     if size:
         from service.cli.size import describe_needs, needs
 
-        typer.echo(describe_needs(needs(settings, num_parameters=parameters)))
+        put(describe_needs(needs(settings, num_parameters=parameters)))
         return
     if parameters is not None:
         raise ConfigError("--parameters: got no --size, expected it; add --size")
@@ -188,8 +188,8 @@ def check(
     with redirect_stdout(sys.stderr):
         check_before_start(settings, is_local=address is None, trial=trial_of(call, answer))
         options = options_read(settings.tasks)
-    typer.echo(describe_config(settings, options))
-    typer.echo(describe_template(settings))
+    put(describe_config(settings, options))
+    put(describe_template(settings))
     say(f"rayloom: no error was found; {describe_batch(settings)}", err=True)
 
 
@@ -283,4 +283,4 @@ def try_out(
         base_url=base_url,
         parameters={name: value for name, value in given.items() if value is not None},
     )
-    leave(run_try(request))
+    leave(code_after(run_try(request)))

@@ -12,6 +12,7 @@ import typer
 
 from service.api.settings import KEY_VARIABLE
 from service.cli.commands.configuration import path_option
+from service.cli.outlet import put
 from service.config.file import ConfigError
 
 app = typer.Typer()
@@ -111,7 +112,7 @@ def nodes(
 ) -> None:
     """Print the commands that start a Ray cluster on several machines, with its token."""
 
-    typer.echo(cluster_commands(host, port=port))
+    put(cluster_commands(host, port=port))
 
 
 _TOKEN_LIMIT_S = 60.0

@@ -24,6 +24,7 @@ from service.access.keys import (
     digest_of,
     new_key,
 )
+from service.cli.outlet import EXIT_CUT_OFF, is_output_lost, put, say
 from service.config.file import ConfigError
 from service.store.controls import add_key, read_keys, revoke_key
 from service.store.errors import StoreError
@@ -95,7 +96,14 @@ def keys_create(
                 f"of {MAX_KEYS:,} keys; choose another name, or use an existing key"
             )
     # Print nothing but the key, so that other programs can read it. The run has only its digest.
-    typer.echo(raw)
+    put(raw)
+    if is_output_lost():
+        say(
+            f"keys create: the key {name!r} was created, but could not be printed; revoke it with "
+            f"`rayloom keys revoke {place} {name}`, and create one with another name",
+            err=True,
+        )
+        raise typer.Exit(EXIT_CUT_OFF)
 
 
 @app.command("list")
@@ -106,7 +114,7 @@ def keys_list(
     """List the names and limits of a run's keys, including revoked keys."""
     if (place := target or run) is None or (target and run):
         raise ConfigError("keys list: expected one run's directory; name one")
-    typer.echo(listing(place))
+    put(listing(place))
 
 
 @app.command("revoke")
@@ -122,7 +130,7 @@ def keys_revoke(run_and_name: RunAndName, run: RunOption = None) -> None:
         raise ConfigError(
             f"keys revoke: the run has no key with the name {name!r}; see `rayloom keys list`"
         )
-    typer.echo(_line(key))
+    put(_line(key))
 
 
 def _run_and_name(words: list[str], run: Path | None) -> tuple[Path, str]:

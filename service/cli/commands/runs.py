@@ -19,7 +19,7 @@ from service.cli.commands.configuration import (
     use_functions,
     with_model,
 )
-from service.cli.outlet import Stages, say
+from service.cli.outlet import Stages, put, say
 from service.config.file import ConfigError, load_config
 from service.config.tree import Config
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
@@ -86,9 +86,9 @@ def export(
     from service.remote_files import is_url
 
     if is_url(directory):
-        typer.echo(export_to_address(source, directory, only_adapter=adapter))
+        put(export_to_address(source, directory, only_adapter=adapter))
     else:
-        typer.echo(export_checkpoint(source, Path(directory), only_adapter=adapter))
+        put(export_checkpoint(source, Path(directory), only_adapter=adapter))
 
 
 @app.command()
@@ -104,7 +104,7 @@ def move(
     place = path_option("--state-dir", state_dir)
     from service.cli.artifacts import move as move_run
 
-    typer.echo(move_run(run, StoreOptions(state_dir=place, database_url=database_url)))
+    put(move_run(run, StoreOptions(state_dir=place, database_url=database_url)))
 
 
 @app.command()
@@ -116,7 +116,7 @@ def backup(
     from service.launch.backup import back_up
     from service.launch.run_dir import RunDir
 
-    typer.echo(back_up(RunDir(path=run), directory.absolute()))
+    put(back_up(RunDir(path=run), directory.absolute()))
 
 
 @app.command()
@@ -147,9 +147,9 @@ def restore(
     if is_url(backup):
         from service.launch.remote_run import fetch_run
 
-        typer.echo(fetch_run(backup, run_dir, options, tell=partial(say, err=True)))
+        put(fetch_run(backup, run_dir, options, tell=partial(say, err=True)))
     else:
-        typer.echo(restore_run(RunDir(path=Path(backup)), run_dir, options))
+        put(restore_run(RunDir(path=Path(backup)), run_dir, options))
 
 
 @app.command()
