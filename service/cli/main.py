@@ -111,6 +111,11 @@ def main() -> None:
     # Set these variables now: the packages read them when the commands import the packages.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # With 0 columns, typer and rich would print nothing.
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+        size = os.environ.get(name, "")
+        if not size.isdecimal() or not int(size):
+            os.environ.pop(name, None)
     for stream in (sys.stdout, sys.stderr):
         escape_unencodable(stream)
     code: int | str | None = EXIT_REFUSED

@@ -248,3 +248,13 @@ def test_an_option_with_one_value_is_refused_if_given_twice() -> None:
     )
     assert refuses(twice, "--dataset was given 2 times, expected it once; remove all but one")
     assert refuses(functions, "my.py:score: there is no such file")
+
+
+def test_a_usage_error_is_shown_whatever_size_the_terminal_claims(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for size in ("0", "-5", "²"):
+        for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):
+            monkeypatch.setenv(name, size)
+        [answer] = rayloom(("check", "--nope"))
+        assert refuses(answer, "No such option: --nope"), answer.err
