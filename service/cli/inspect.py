@@ -27,6 +27,7 @@ from service.inspect.listing import Filters, list_trajectories
 from service.inspect.reader import (
     OpenJournal,
     config_beside,
+    file_of_step,
     find_entry,
     is_refused,
     newest_run,
@@ -107,6 +108,8 @@ def run_inspect(request: InspectRequest) -> int:
         return 0 if result.is_clean else EXIT_OFFENDERS
     if request.hacking:
         return _show_hacking(request, journal)
+    if request.step is not None:
+        file_of_step(journal, request.step, command="inspect")
     filters = Filters(step=request.step, outcome=_outcome(request.outcome), limit=request.num_lines)
     say(list_trajectories(journal, filters))
     return 0

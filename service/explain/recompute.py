@@ -34,7 +34,13 @@ from actors.trainer.settings import RankSettings
 from actors.types import Trajectory
 from service.config.file import ConfigError
 from service.config.tree import Config
-from service.inspect.reader import OpenJournal, config_beside, load_step, open_journal
+from service.inspect.reader import (
+    OpenJournal,
+    config_beside,
+    file_of_step,
+    load_step,
+    open_journal,
+)
 from service.launch.run_dir import RunDir
 from service.store.errors import StoreError
 from service.store.lineage import Checkpoint, read_history
@@ -124,14 +130,7 @@ def find_source(run: Path, number: int) -> StepSource:
 
 
 def _journal_step(journal: OpenJournal, number: int) -> JournalStep:
-    file = next((file for file in journal.files if file.step == number), None)
-    if file is None:
-        raise ConfigError(
-            f"explain: --step {number} is not in the journal of {journal.place}, which has steps "
-            f"{journal.files[0].step} to {journal.files[-1].step}; name one of them (a run keeps "
-            "its newest run.journal_steps)"
-        )
-    step = load_step(file.path)
+    step = load_step(file_of_step(journal, number, command="explain").path)
     if not any(entry.reason is None for entry in step.entries):
         raise ConfigError(
             f"explain: step {number} trained nothing, expected a step that trained a trajectory; "

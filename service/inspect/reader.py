@@ -246,6 +246,18 @@ def journal_of(run_dir: RunDir) -> OpenJournal | None:
     return open_journal(run_dir.path) if has_any else None
 
 
+def file_of_step(journal: OpenJournal, step: int, *, command: str) -> JournalFile:
+    """Return a step's file. Raises: ConfigError, which names `command`, if there is none."""
+    file = next((file for file in journal.files if file.step == step), None)
+    if file is None:
+        raise ConfigError(
+            f"{command}: --step {step} is not in the journal of {journal.place}, which has steps "
+            f"{journal.files[0].step} to {journal.files[-1].step}; name one of them (a run keeps "
+            "its newest run.journal_steps)"
+        )
+    return file
+
+
 def load_step(path: Path) -> JournalStep:
     """Read a journal file, which has one step. Raises: ConfigError if it cannot be read."""
     try:

@@ -142,3 +142,9 @@ def test_no_text_is_lost_on_a_terminal_without_unicode(run_dir: Path) -> None:
 def test_a_refusal_is_shown_on_a_terminal_without_unicode(tmp_path: Path) -> None:
     done = called(tmp_path / "宿…", PYTHONIOENCODING="latin-1")
     assert done.returncode == 2 and "\\u5bbf\\u2026 does not exist" in done.stderr
+
+
+def test_a_step_that_is_not_in_the_journal_is_refused_with_the_steps_it_has(run_dir: Path) -> None:
+    text = refused(run_dir, step=9999)
+    assert f"--step 9999 is not in the journal of {run_dir}, which has steps 1 to 1" in text
+    assert run_inspect(InspectRequest(target=str(run_dir), step=1)) == 0

@@ -79,7 +79,7 @@ def test_a_run_is_listed_newest_step_first(
         ({"outcome": "truncated_tokens"}, 1, "1 trajectories"),
         ({"limit": 3}, 3, "3 of 5 trajectories"),
         ({"limit": 0}, 5, "5 trajectories"),
-        ({"step": 9}, 0, "0 trajectories"),
+        ({"outcome": "cancelled"}, 0, "0 trajectories"),
     ],
 )
 def test_filters_choose_the_listed_trajectories(
