@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from inspect import cleandoc
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,9 +43,10 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """A command that refuses two values for an option that takes one.
+    """A command that refuses two values for an option that takes one, and an empty path.
 
-    typer alone would use only the last value: of two data sets, the first would be ignored.
+    typer alone would use only the last value: of two data sets, the first would be ignored. It
+    would read an empty path as the working directory.
     """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -52,7 +54,7 @@ class _Command(TyperCommand):
             super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        texts, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option in given:
             count = given.count(option)
             if count > 1 and not option.multiple and not getattr(option, "is_flag", True):
@@ -61,7 +63,20 @@ class _Command(TyperCommand):
                     "one"
                 )
         rest: list[str] = super().parse_args(ctx, args)
+        for each in self.params:
+            if (
+                isinstance(ctx.params.get(each.name), Path)
+                and not str(texts.get(each.name, "x")).strip()
+            ):
+                raise ConfigError(f"{_shown(each)}: got an empty text, expected a path; name one")
         return rest
+
+
+def _shown(parameter: Any) -> str:
+    """Return a parameter's name as the help shows it."""
+    if parameter.param_type_name == "option":
+        return str(parameter.opts[0])
+    return str(parameter.metavar or parameter.name).upper()
 
 
 # The commands of these apps become commands of `rayloom` itself, in the order of its help.

@@ -380,9 +380,10 @@ def build_tiny(directory: Path, settings: TinyModelSettings) -> str:
         else:
             was_reused = copy_built(cached, directory)
         built = read_marker(directory)
-    except FileExistsError as error:
-        raise ConfigError(f"model tiny: {error}") from error
     except OSError as error:
+        # The refusal of a directory with other files has no error number.
+        if isinstance(error, FileExistsError) and error.errno is None:
+            raise ConfigError(f"model tiny: {error}") from error
         raise ConfigError(
             f"model tiny: {directory} cannot be written ({error}); expected a directory that can "
             "be made; choose another"

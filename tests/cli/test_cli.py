@@ -258,3 +258,16 @@ def test_a_usage_error_is_shown_whatever_size_the_terminal_claims(
             monkeypatch.setenv(name, size)
         [answer] = rayloom(("check", "--nope"))
         assert refuses(answer, "No such option: --nope"), answer.err
+
+
+def test_an_empty_path_and_a_directory_in_a_file_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "g.yaml").touch()
+    expected = {
+        ("model", "tiny", ""): "DIRECTORY: got an empty text, expected a path; name one",
+        ("model", "smollm2", " "): "DIRECTORY: got an empty text, expected a path; name one",
+        ("check", ""): "CONFIG: got an empty text, expected a path; name one",
+        ("keys", "list", "--run", ""): "--run: got an empty text, expected a path; name one",
+        ("model", "tiny", str(tmp_path / "g.yaml" / "x")): "expected a directory that can be made",
+    }
+    for line, answer in zip(expected, rayloom(*expected), strict=True):
+        assert refuses(answer, expected[line]), (line, answer.err)
