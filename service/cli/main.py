@@ -6,6 +6,7 @@ wrong arguments are refused before these imports.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from inspect import cleandoc
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 
 from service import VERSION
@@ -62,7 +64,13 @@ class _Command(TyperCommand):
                     f"{option.opts[0]} was given {count} times, expected it once; remove all but "
                     "one"
                 )
-        rest: list[str] = super().parse_args(ctx, args)
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.param is None or not isinstance(error.__cause__, ValidationError):
+                raise
+            got = error.__cause__.errors()[0]["input"]
+            raise ConfigError(f"{_shown(error.param)}: {_unfit(error.param, got)}") from error
         for each in self.params:
             if (
                 isinstance(ctx.params.get(each.name), Path)
@@ -77,6 +85,25 @@ def _shown(parameter: Any) -> str:
     if parameter.param_type_name == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.name).upper()
+
+
+def _unfit(parameter: Any, got: Any) -> str:
+    """Return what was got for a parameter, what is expected, and a remedy."""
+    kind = parameter.type_descriptor
+    if kind.choices:
+        known = [str(getattr(each, "value", each)) for each in kind.choices]
+        near = difflib.get_close_matches(str(got), known, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else "name one of them"
+        return f"got {got!r}, expected one of {', '.join(known)}; {remedy}"
+    expected = "an integer" if kind.annotation is int else "a number"
+    low, high = (
+        None if bound is None else f"{bound:,}" for bound in (parameter.min, parameter.max)
+    )
+    if low and high:
+        expected += f" from {low} to {high}"
+    elif low:
+        expected += f" of at least {low}"
+    return f"got {got!r}, expected {expected}; correct it"
 
 
 # The commands of these apps become commands of `rayloom` itself, in the order of its help.

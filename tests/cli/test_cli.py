@@ -271,3 +271,20 @@ def test_an_empty_path_and_a_directory_in_a_file_are_refused_with_a_remedy(tmp_p
     }
     for line, answer in zip(expected, rayloom(*expected), strict=True):
         assert refuses(answer, expected[line]), (line, answer.err)
+
+
+def test_an_option_s_value_that_does_not_fit_is_shown_with_what_is_expected() -> None:
+    limit = "expected an integer of at least 0; correct it"
+    step = ("explain", "run", "--step", "1")
+    expected = {
+        ("inspect", "run", "--limit", "x"): f"--limit: got 'x', {limit}",
+        ("inspect", "run", "--limit", "-1"): f"--limit: got '-1', {limit}",
+        (*step, "--top", "0"): "--top: got '0', expected an integer of at least 1; correct it",
+        (*step, "--by", "shar"): "--by: got 'shar', expected one of own, norm, share; did you mean",
+        ("check", "--parameters", "x"): "--parameters: got 'x', expected a number; correct it",
+        ("stop", "--grace", "nan"): "--grace: got 'nan', expected a number from 0 to 2,678,400;",
+        ("keys", "create", "a", "b", "--scope", "x"): "expected one of client, admin; name one of",
+    }
+    for line, answer in zip(expected, rayloom(*expected), strict=True):
+        assert refuses(answer, expected[line]), (line, answer.err)
+        assert len(answer.err.splitlines()) == 1, answer.err
