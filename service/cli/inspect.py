@@ -19,7 +19,7 @@ from rich.text import Text
 from actors.journal.files import JournalStep
 from actors.types import Outcome
 from service.cli.outlet import OutletConsole, outlet, say
-from service.config.file import ConfigError
+from service.config.file import ConfigError, why_missing
 from service.hacking.patterns import find_all
 from service.hacking.read import Verify, describe_audit, read_features
 from service.inspect.audit import audit, describe
@@ -209,10 +209,10 @@ def _check_options_of_journal(request: InspectRequest) -> None:
 
 
 def _check_options_of_one(request: InspectRequest) -> None:
-    if "/" in request.target:
+    if "/" in request.target or os.path.islink(request.target):
         raise ConfigError(
-            f"inspect: {request.target} does not exist; expected a run directory, a journal file, "
-            "or a trajectory's id; `rayloom inspect RUN_DIR` lists the ids"
+            f"inspect: {request.target} {why_missing(request.target)}; expected a run directory, a "
+            "journal file, or a trajectory's id; `rayloom inspect RUN_DIR` lists the ids"
         )
     if given := request.given("step", "outcome", "limit"):
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -389,13 +390,28 @@ def _load_yaml(text: str) -> Any:
 _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
 
 
+def why_missing(path: Path | str) -> str:
+    """Return words for a path at which nothing is: it does not exist, or is a link to nowhere."""
+    if not os.path.islink(path):
+        return "does not exist"
+    link = f"is a link to {os.readlink(path)}, which"
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return f"{link} leads only to other links in a loop"
+    return f"{link} does not exist"
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the settings in a YAML file, as they are written there. Raises: ConfigError."""
     try:
         if path.is_dir():
             raise ConfigError(f"configuration {path} is a directory; give the path of a YAML file")
         if not path.exists():
-            raise ConfigError(f"configuration {path} does not exist; give the path of a YAML file")
+            raise ConfigError(
+                f"configuration {path} {why_missing(path)}; give the path of a YAML file"
+            )
         tree = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from None

@@ -29,7 +29,7 @@ from actors.environment.tokenizer import load_tokenizer, stop_ids_of, stop_token
 from actors.environment.user_names import BadName, find
 from actors.limits import GIB
 from actors.user_code import describe, type_of
-from service.config.file import ConfigError
+from service.config.file import ConfigError, why_missing
 from service.config.model_files import (
     check_architecture_once,
     check_model_files,
@@ -155,8 +155,8 @@ def check_model_source(path: str, *, key: str) -> None:
         )
     if not directory.is_dir():
         raise ConfigError(
-            f"{key}: {path} does not exist; expected a directory in Hugging Face format or a "
-            "hub name such as Qwen/Qwen3-0.6B; build a small one with `rayloom model tiny DIR`"
+            f"{key}: {path} {why_missing(directory)}; expected a directory in Hugging Face format "
+            "or a hub name such as Qwen/Qwen3-0.6B; build a small one with `rayloom model tiny DIR`"
         )
     missing = [
         name for name in ("config.json", "tokenizer.json") if not (directory / name).exists()

@@ -27,7 +27,7 @@ from actors.journal.files import (
     read_step,
 )
 from actors.trajectory_queue.ledger import EvictionReason
-from service.config.file import ConfigError, load_config
+from service.config.file import ConfigError, load_config, why_missing
 from service.config.tree import Config
 from service.inspect.token_text import TokenText, token_text
 from service.launch.run_dir import RunDir
@@ -202,7 +202,7 @@ def open_journal(place: Path) -> OpenJournal:
     """
     if not os.path.exists(place):
         raise ConfigError(
-            f"{place} does not exist; expected a run directory or a journal file; name one"
+            f"{place} {why_missing(place)}; expected a run directory or a journal file; name one"
         )
     if place.is_file():
         step = load_step(place)
@@ -213,6 +213,11 @@ def open_journal(place: Path) -> OpenJournal:
         files = list_files(run_dir.journal)
     except OSError as error:
         raise _unreadable(run_dir.journal, error) from error
+    if not files and place.name == run_dir.journal.name and list_files(place):
+        raise ConfigError(
+            f"{place} is the journal of a run, expected the run's directory or one journal file; "
+            f"name {place.parent}"
+        )
     if not files:
         raise ConfigError(
             f"{place} has no journal; expected a run directory with {run_dir.journal.name}"

@@ -13,7 +13,7 @@ from worlds.checks.command_lines import rayloom
 from worlds.runs.run_driver import ROOT
 
 from service.cli.inspect import InspectRequest, run_inspect
-from service.config.file import ConfigError
+from service.config.file import ConfigError, load_config
 
 ONE = "g000000.0-0.a0"
 
@@ -148,3 +148,22 @@ def test_a_step_that_is_not_in_the_journal_is_refused_with_the_steps_it_has(run_
     text = refused(run_dir, step=9999)
     assert f"--step 9999 is not in the journal of {run_dir}, which has steps 1 to 1" in text
     assert run_inspect(InspectRequest(target=str(run_dir), step=1)) == 0
+
+
+def test_a_link_to_nowhere_and_a_journal_s_directory_are_named_as_such(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir.parent)
+    Path("dangling").symlink_to("nowhere")
+    Path("loop").symlink_to("pool")
+    Path("pool").symlink_to("loop")
+    nowhere = "is a link to nowhere, which does not exist; expected"
+    loop = "is a link to pool, which leads only to other links in a loop; expected"
+    for place in (Path("dangling"), run_dir.parent / "dangling"):
+        assert f"{place} {nowhere}" in refused(place) and nowhere in refused(ONE, run=place)
+    assert loop in refused("loop") and loop in refused("loop", audit=True)
+    assert refused("run/journal").endswith("or one journal file; name run")
+    for name, words in (("dangling", nowhere), ("loop", loop)):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Path(name), [])
+        assert str(caught.value).startswith(f"configuration {name} {words.partition(';')[0]};")
