@@ -8,6 +8,7 @@ here depends on the name of a model.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,36 +29,92 @@ class CallForm:
     """Name of the parser in vLLM."""
     start: str | None
     """The text that begins a call; None if nothing distinguishes a call from text."""
+    call_start: str | None = None
+    """The text that begins each call if `start` begins a group of calls; None: `start` does."""
     signs: tuple[str, ...]
     """Texts that identify the form: all of them occur in the chat template or its rendered call."""
+    is_single_list: bool = False
+    """Whether vLLM reads only the first list of calls in a reply."""
+
+    def has_unread(self, text: str, arguments: Sequence[str]) -> bool:
+        """Return whether a reply begins more calls than the parser has read.
+
+        text: the reply without its thinking. arguments: the arguments of each call that the parser
+        has read; a start within them is text.
+        """
+        begun = self._num_begun(text) - sum(map(self._num_begun, arguments))
+        return begun > (1 if self.is_single_list else len(arguments))
+
+    def _num_begun(self, text: str) -> int:
+        if self.start is None:
+            return 0
+        start = re.escape(self.start)
+        # A start that is doubled, or that begins a group, begins no call of its own.
+        either = rf"{start}(?!\s*{start})"
+        if self.call_start is not None:
+            call = re.escape(self.call_start)
+            either = rf"{call}|{either}(?![^<]*{call})"
+        pattern = re.compile(rf"(?:{either})\s*")
+        num_begun = position = 0
+        while (found := pattern.search(text, position)) is not None:
+            length, position = _json_list(text, found.end())
+            num_begun += max(1, length)
+        return num_begun
+
+
+def _json_list(text: str, position: int) -> tuple[int, int]:
+    """Return the length and the end of a JSON list at a position; 0 and the position if none."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, position)
+    except (ValueError, RecursionError):
+        return 0, position
+    return (len(value), end) if isinstance(value, list) else (0, position)
 
 
 USUAL = CallForm(parser="hermes", start=OPEN, signs=(OPEN,))
 # The first form whose signs are all present is taken, so a special case precedes its general form.
 CALL_FORMS = (
-    CallForm(parser="minimax_m2", start="<minimax:tool_call>", signs=("<minimax:tool_call>",)),
-    CallForm(parser="seed_oss", start="<seed:tool_call>", signs=("<seed:tool_call>",)),
-    CallForm(parser="qwen3_xml", start=OPEN, signs=(OPEN, "<function=")),
+    CallForm(
+        parser="minimax_m2",
+        start="<minimax:tool_call>",
+        call_start="<invoke",
+        signs=("<minimax:tool_call>",),
+    ),
+    CallForm(
+        parser="seed_oss",
+        start="<seed:tool_call>",
+        call_start="<function=",
+        signs=("<seed:tool_call>",),
+    ),
+    CallForm(parser="qwen3_xml", start=OPEN, call_start="<function=", signs=(OPEN, "<function=")),
     CallForm(parser="glm47", start=OPEN, signs=(OPEN, "<arg_key>")),
     USUAL,
     CallForm(parser="mistral", start="[TOOL_CALLS]", signs=("[TOOL_CALLS]",)),
     CallForm(
         parser="kimi_k2",
         start="<|tool_calls_section_begin|>",
+        call_start="<|tool_call_begin|>",
         signs=("<|tool_calls_section_begin|>",),
     ),
     CallForm(
         parser="deepseek_v3",
         start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
         signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"),
     ),
     CallForm(
         parser="deepseek_v31",
         start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
         signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
     ),
     CallForm(parser="cohere_command3", start="<|START_ACTION|>", signs=("<|START_ACTION|>",)),
-    CallForm(parser="lfm2", start="<|tool_call_start|>", signs=("<|tool_call_start|>",)),
+    CallForm(
+        parser="lfm2",
+        start="<|tool_call_start|>",
+        signs=("<|tool_call_start|>",),
+        is_single_list=True,
+    ),
     CallForm(parser="gemma4", start="<|tool_call>", signs=("<|tool_call>",)),
     CallForm(parser="granite", start="<|tool_call|>", signs=("<|tool_call|>",)),
     CallForm(
@@ -65,7 +122,12 @@ CALL_FORMS = (
     ),
     CallForm(parser="apertus", start="<|tools_prefix|>", signs=("<|tools_prefix|>",)),
     CallForm(parser="longcat", start="<longcat_tool_call>", signs=("<longcat_tool_call>",)),
-    CallForm(parser="olmo3", start="<function_calls>", signs=("<function_calls>",)),
+    CallForm(
+        parser="olmo3",
+        start="<function_calls>",
+        signs=("<function_calls>",),
+        is_single_list=True,
+    ),
     CallForm(
         parser="llama3_json",
         start="<|python_tag|>",

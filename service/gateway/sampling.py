@@ -439,9 +439,10 @@ def _as_message(
     """Return the client's message, whether the reply is malformed, and the stop string that cut it.
 
     A reply is malformed if one of its tool calls is unreadable, has arguments that are not a JSON
-    object, or names an undeclared tool. The message has all readable calls, also those of
-    undeclared tools, so that the agent can report the error to its model. If the reply is malformed
-    and no call is readable, the message has the text as it was sampled.
+    object, or names an undeclared tool. Calls of undeclared tools are in the message, so that the
+    agent can report the error to its model. If another call is malformed, the message has no calls,
+    but the text as it was sampled: the policy sees all calls that it sampled, and could read the
+    result of one call as that of another.
 
     If a stop string cuts the text, the message has no calls, because they would come later. If none
     cuts it, the third value is empty. text: the decoded reply, without its end tokens.
@@ -457,21 +458,17 @@ def _as_message(
         # Some parsers return a call that was cut off.
         found = found[:-1]
     calls: list[ToolCall] = []
-    is_malformed = False
     names = {tool.name for tool in tools}
     for call in found:
         arguments = None if isinstance(call, MalformedCall) else arguments_of(call)
         if isinstance(call, MalformedCall) or arguments is None:
-            is_malformed = True
-        else:
-            is_malformed |= call.name not in names
-            taken = {each.id for each in calls}
-            call_id = call.id if call.id and call.id not in taken else f"{turn_id}.{len(calls)}"
-            calls.append(ToolCall(name=call.name, arguments=arguments, id=call_id))
-    if is_malformed and not calls:
-        content, stopped = before_stop(visible_text(text), stop)
+            content, stopped = before_stop(visible_text(text), stop)
+            return _assistant(content, reasoning=parsed.reasoning), True, stopped
+        taken = {each.id for each in calls}
+        call_id = call.id if call.id and call.id not in taken else f"{turn_id}.{len(calls)}"
+        calls.append(ToolCall(name=call.name, arguments=arguments, id=call_id))
     message = _assistant(content, reasoning=parsed.reasoning, tool_calls=tuple(calls))
-    return message, is_malformed, stopped
+    return message, any(call.name not in names for call in calls), stopped
 
 
 def as_reply(tree: SessionTree, turn: SessionTurn, *, shows_tokens: bool) -> ChatReply:

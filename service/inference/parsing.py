@@ -1,8 +1,10 @@
 """Split a sampled reply with vLLM's parsers into thinking, content and tool calls.
 
 Invariant: `ReplyParser.parse` never raises, whatever was sampled; text that cannot be parsed stays
-content. vLLM's parsers do not report failures. A turn therefore counts as malformed if its text has
-the start of a call but the parser found no call. The turn loop checks the calls that were found
+content. vLLM's parsers do not report failures. A turn therefore counts as malformed if its text
+begins a call but the parser found no call, or if its text begins more calls than the parser found.
+None of its calls is then made, because the policy could read the result of one call as that of
+another. The turn loop checks the calls that were found
 (`actors.environment.tool_calls.check_calls`).
 
 The engine's replica imports this module after it has imported vLLM. In a process that has not yet
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -163,10 +166,8 @@ class ReplyParser:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._end_ids = {tokenizer.eos_token_id, tokenizer.pad_token_id, *stop_token_ids}
-        form = form_of(_SAME_FORM.get(tool_parser or "", tool_parser))
-        self._is_usual_form = form is USUAL
         # None if the parser is not in the table; malformed calls are then not detected.
-        self._start = None if form is None else form.start
+        self._form = form_of(_SAME_FORM.get(tool_parser or "", tool_parser))
         self._thought_marks = self._marks_of_thought()
         self._parser_class: Callable[[bool, bool], type[Parser] | None] = lru_cache(
             self._compose_class
@@ -205,17 +206,17 @@ class ReplyParser:
         # switched off writes such texts.
         thinks = opens_thought or any(mark in text for mark in self._thought_marks)
         thinks = self.reasoning_parser is not None and (thinks or not self._thought_marks)
-        if tools and self.tool_parser is not None:
-            parsed = self._run(text, sampled, tools, reads_calls=True, reads_thought=thinks)
-            if parsed.calls:
-                return parsed
-        # Parse again without calls: some parsers drop the markup that they could not read.
-        parsed = self._run(text, sampled, (), reads_calls=False, reads_thought=thinks)
+        # Parse without calls too: some parsers drop the markup that they could not read.
+        plain = self._run(text, sampled, (), reads_calls=False, reads_thought=thinks)
         if not tools or self.tool_parser is None:
-            return parsed
+            return plain
+        parsed = self._run(text, sampled, tools, reads_calls=True, reads_thought=thinks)
+        if parsed.calls:
+            if not self._has_unread(plain.content, parsed):
+                return parsed
+            return replace(plain, calls=(UNREADABLE,))
         # A reply that is only a thought, finished or not, has no content.
-        faults = self._faults(parsed.content or text, tools)
-        return ParsedReply(content=parsed.content, reasoning=parsed.reasoning, calls=faults)
+        return replace(plain, calls=self._faults(plain.content or text, tools))
 
     def _run(
         self,
@@ -249,11 +250,17 @@ class ReplyParser:
 
     def _faults(self, text: str, tools: tuple[ToolSchema, ...]) -> tuple[MalformedCall, ...]:
         """Return a text's malformed tool calls. vLLM's parser has found no call in this text."""
-        if self._is_usual_form:
+        if self._form is USUAL:
             found = parse_tool_calls(text, tools)
             if faults := tuple(call for call in found if isinstance(call, MalformedCall)):
                 return faults
-        return (UNREADABLE,) if self._start is not None and self._start in text else ()
+        start = None if self._form is None else self._form.start
+        return (UNREADABLE,) if start is not None and start in text else ()
+
+    def _has_unread(self, text: str, parsed: ParsedReply) -> bool:
+        """Return whether a text begins a call that vLLM's parser left out of its calls."""
+        read = [call.arguments for call in parsed.calls if isinstance(call, ParsedCall)]
+        return self._form is not None and self._form.has_unread(text, read)
 
     def _text(self, sampled: TokenIds) -> str:
         """Return the text without the end tokens. The parsers need the other special tokens."""

@@ -12,7 +12,13 @@ import pytest
 from worlds.builders.episode_builders import renderer, reply
 from worlds.parts.gateway_world import NAME, SPEC, Gateway, Policy, said, user
 
-from actors.environment.policy import GenerateReply, PolicyUnavailable
+from actors.environment.policy import (
+    GenerateReply,
+    GenerateRequest,
+    ParsedCall,
+    ParsedReply,
+    PolicyUnavailable,
+)
 from actors.environment.protocol import Message, ToolSchema
 from actors.environment.rendering import ChatRenderer, TokenIds
 from actors.types import FinishReason, Outcome
@@ -500,6 +506,35 @@ async def test_calls_are_shown_and_malformed_ones_are_counted(tmp_path: Path) ->
     assert [each.stop_reason for each in replies] == ["calls", "stop", "stop", "length"]
     view = await gateway.sessions.view(NAME)
     assert view is not None and view.totals.num_malformed == 2
+
+
+@pytest.mark.parametrize("arguments", ["null", "[]", '"Oslo"', "{"])
+async def test_a_malformed_call_keeps_all_calls_of_its_reply_in_the_text(
+    tmp_path: Path, arguments: str
+) -> None:
+    """The policy would read the result of the other call as that of the malformed one."""
+    tool = ToolSchema(name="add", description="", parameters={"type": "object", "properties": {}})
+    bad, good = (
+        f'<tool_call>{{"name": "add", "arguments": {each}}}</tool_call>'
+        for each in (arguments, '{"x": 1}')
+    )
+    read = tuple(
+        ParsedCall(name="add", arguments=each, id=str(number))
+        for number, each in enumerate((arguments, '{"x": 1}'))
+    )
+
+    class Reading(Policy):
+        async def generate(self, request: GenerateRequest) -> GenerateReply:
+            answer = await super().generate(request)
+            return replace(answer, parsed=ParsedReply(content="", calls=read))
+
+    policy = Reading(lambda _: reply(f"{bad}{good}<|im_end|>"))
+    gateway = await Gateway(tmp_path, policy=policy).opened()
+    answered = await gateway.ask(HI, tools=[tool])
+    assert (answered.stop_reason, answered.message.tool_calls) == ("stop", ())
+    assert answered.message.content == bad + good
+    view = await gateway.sessions.view(NAME)
+    assert view is not None and view.totals.num_malformed == 1
 
 
 async def test_a_repeated_finish_gets_the_result_of_the_running_one(tmp_path: Path) -> None:

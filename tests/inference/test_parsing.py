@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from worlds.models import reply_parsing
 
 from actors.environment.builtin.calculator import CALCULATOR
-from actors.environment.policy import ParsedReply
+from actors.environment.policy import ParsedCall, ParsedReply
 from actors.environment.protocol import MalformedCall, ToolCall, ToolSchema
 from actors.environment.template_traits import CALL_FORMS
 from actors.environment.tool_calls import check_calls, parse_tool_calls
@@ -169,6 +171,253 @@ def test_calls_are_parsed_or_the_turn_is_malformed(
 )
 def test_a_reply_that_cannot_be_parsed_stays_content(child: Child, family: str, text: str) -> None:
     assert parse(child, text, family).content == text
+
+
+# Templates played with another model's vocabulary, which decodes a letter of the marks to a space.
+BORROWED = {"deepseek-r1:8b", "deepseek-v3.1:latest"}
+# Has the name of each published template.
+BASELINE = Path(__file__).parents[1] / "environment" / "template_baseline.json"
+WEATHER, POPULATION = (
+    ToolSchema(
+        name=name,
+        description="Look it up.",
+        parameters={"type": "object", "properties": {"city": {"type": "string"}}},
+    )
+    for name in ("weather", "population")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """How the models of one parser write calls of the tool `weather`, and calls with faults."""
+
+    call: str
+    """A call of `weather`, in which {} is the city."""
+    unread: tuple[str, ...]
+    """Calls of `population` that the parser cannot read, although it reads the call before them."""
+    before: str = ""
+    between: str = "\n"
+    after: str = ""
+    mark: str
+    """The text that begins a call; a city may have it in its name, unless it is empty."""
+
+    def reply(self, *calls: str) -> str:
+        return self.before + self.between.join(calls) + self.after
+
+    def weather(self, city: str) -> str:
+        return self.call.replace("{}", city)
+
+
+JSON_CALL = '{"name": "weather", "arguments": {"city": "{}"}}'
+XML_CALL = "\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n"
+XML_UNREAD = ("\noops\n", '\n{"name": "population", "arguments": {"city": "Rome"}}\n')
+IN_LIST = ('"population"', "{}", "7")
+BEGIN, SEP, END = (
+    f"<\uff5ctool\u2581{each}\uff5c>" for each in ("call\u2581begin", "sep", "call\u2581end")
+)
+GROUP = {
+    "before": "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "after": "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    "mark": BEGIN,
+}
+QWEN = Written(
+    call=f"<tool_call>{XML_CALL}</tool_call>",
+    unread=(
+        *(f"<tool_call>{each}</tool_call>" for each in XML_UNREAD),
+        "<tool_call>\n<functionpopulation>\n</function>\n</tool_call>",
+    ),
+    mark="<tool_call>\n<function=x>",
+)
+GLM = Written(
+    call="<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    unread=(
+        "<tool_call>\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>",
+        '<tool_call>{"name": "population", "arguments": {}}</tool_call>',
+        "<tool_call>[]</tool_call>",
+    ),
+    mark="<tool_call>",
+)
+WRITTEN = {
+    "hermes": Written(
+        call=f"<tool_call>{JSON_CALL}</tool_call>",
+        unread=("<tool_call>oops</tool_call>", '<tool_call>{"name": "population"}</tool_call>'),
+        mark="<tool_call>",
+    ),
+    "qwen3_xml": QWEN,
+    "qwen3_coder": QWEN,
+    "seed_oss": Written(
+        call=f"<seed:tool_call>{XML_CALL}</seed:tool_call>",
+        unread=tuple(f"<seed:tool_call>{each}</seed:tool_call>" for each in XML_UNREAD),
+        mark="<seed:tool_call>",
+    ),
+    "glm45": GLM,
+    "glm47": GLM,
+    "minimax_m2": Written(
+        before="<minimax:tool_call>\n",
+        call='<invoke name="weather">\n<parameter name="city">{}</parameter>\n</invoke>',
+        unread=(
+            '<invoke name="population"\n<parameter name="city">Rome</parameter>\n</invoke>',
+            '<invoke population>\n<parameter name="city">Rome</parameter>\n</invoke>',
+            "</minimax:tool_call><minimax:tool_call>oops</minimax:tool_call><minimax:tool_call>",
+        ),
+        after="\n</minimax:tool_call>",
+        mark="<invoke name=",
+    ),
+    "deepseek_v3": Written(
+        call=f'{BEGIN}function{SEP}weather\n```json\n{{"city": "{{}}"}}\n```{END}',
+        unread=(
+            f'{BEGIN}function{SEP}population\n{{"city": "Rome"}}{END}',
+            f'{BEGIN}function{SEP}population\n```json\n{{"city":\n"Rome"}}\n```{END}',
+        ),
+        **GROUP,
+    ),
+    "deepseek_v31": Written(
+        call=f'{BEGIN}weather{SEP}{{"city": "{{}}"}}{END}',
+        unread=(
+            f'{BEGIN}population{{"city": "Rome"}}{END}',
+            f'{BEGIN}population{SEP}{{"city":\n"Rome"}}{END}',
+        ),
+        **GROUP,
+    ),
+    "kimi_k2": Written(
+        before="<|tool_calls_section_begin|>",
+        between="",
+        call="<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "{}"}<|tool_call_end|>',
+        unread=("<|tool_call_begin|>population<|tool_call_argument_begin|>{}<|tool_call_end|>",),
+        after="<|tool_calls_section_end|>",
+        mark="<|tool_call_begin|>",
+    ),
+    "gemma4": Written(
+        between="",
+        call='<|tool_call>call:weather{city:<|"|>{}<|"|>}<tool_call|>',
+        unread=("<|tool_call>population Rome<tool_call|>",),
+        mark="<|tool_call>",
+    ),
+    "functiongemma": Written(
+        between="",
+        call="<start_function_call>call:weather{city:<escape>{}<escape>}<end_function_call>",
+        unread=("<start_function_call>population{}<end_function_call>",),
+        mark="<start_function_call>",
+    ),
+    "longcat": Written(
+        call=f"<longcat_tool_call>{JSON_CALL}</longcat_tool_call>",
+        unread=("<longcat_tool_call>oops</longcat_tool_call>",),
+        mark="<longcat_tool_call>",
+    ),
+    "granite": Written(
+        before="<|tool_call|>[",
+        between=", ",
+        call=JSON_CALL,
+        unread=IN_LIST,
+        after="]",
+        mark="<|tool_call|>",
+    ),
+    "mistral [ARGS]": Written(
+        between="", call='[TOOL_CALLS]weather[ARGS]{"city": "{}"}', unread=(), mark=""
+    ),
+    "mistral": Written(
+        before="[TOOL_CALLS][",
+        between=", ",
+        call=JSON_CALL,
+        unread=(*IN_LIST, f"{JSON_CALL}][TOOL_CALLS][{JSON_CALL}"),
+        after="]",
+        mark="",
+    ),
+    "apertus": Written(
+        before="<|tools_prefix|>[",
+        between=", ",
+        call='{"weather": {"city": "{}"}}',
+        unread=(*IN_LIST, '{"weather": {}}]<|tools_suffix|><|tools_prefix|>[{"population": {}}'),
+        after="]<|tools_suffix|>",
+        mark="<|tools_prefix|>",
+    ),
+    "lfm2": Written(
+        before="<|tool_call_start|>[",
+        between=", ",
+        call='weather(city="{}")',
+        unread=(
+            '"population"',
+            "weather()]<|tool_call_end|><|tool_call_start|>[population()",
+        ),
+        after="]<|tool_call_end|>",
+        mark="<|tool_call_start|>",
+    ),
+    "olmo3": Written(
+        before="<function_calls>",
+        call='weather(city="{}")',
+        unread=("population", "weather()</function_calls>\n<function_calls>population()"),
+        after="</function_calls>",
+        mark="<function_calls>",
+    ),
+    "llama3_json": Written(
+        between="; ",
+        call='<|python_tag|>{"name": "weather", "parameters": {"city": "{}"}}',
+        unread=("<|python_tag|>population()", '{"name": "population"}'),
+        mark="<|python_tag|>",
+    ),
+}
+
+
+def check_parser(written: Written, parse_all: Callable[[list[str]], list[ParsedReply]]) -> None:
+    """Check that all calls of a reply are read, or none of them."""
+    one, two = written.weather("Oslo"), written.weather("Rome")
+    marked = f"see {written.mark} here"
+    good = {
+        written.reply(one): ["Oslo"],
+        written.reply(one, two, one): ["Oslo", "Rome", "Oslo"],
+        written.reply(written.weather(marked), two): [marked, "Rome"],
+    }
+    for parsed, cities in zip(parse_all(list(good)), good.values(), strict=True):
+        found = [
+            json.loads(call.arguments) for call in parsed.calls if isinstance(call, ParsedCall)
+        ]
+        # The tokenizers add spaces around special tokens.
+        assert ["".join(each["city"].split()) for each in found] == [
+            "".join(each.split()) for each in cities
+        ]
+    bad = [
+        written.reply(*calls)
+        for each in written.unread
+        for calls in ((one, each), (each, one), (one, two, each), (one, each, two))
+    ]
+    for text, parsed in zip(bad, parse_all(bad), strict=True):
+        assert [type(call) for call in parsed.calls] == [MalformedCall], text
+        assert "".join(parsed.content.split()) == "".join(text.split())
+
+
+def test_every_form_of_calls_that_a_start_begins_is_written_below() -> None:
+    forms = {form.parser for form in CALL_FORMS if form.start is not None}
+    # vLLM reads Cohere's calls with a package that is not installed here.
+    assert forms - {"cohere_command3"} <= set(WRITTEN)
+
+
+@pytest.mark.parametrize("parser", sorted(WRITTEN))
+def test_one_call_that_cannot_be_read_keeps_the_others_from_being_made(
+    child: Child, parser: str
+) -> None:
+    """The policy sees all its calls, and would read the one result as that of the first."""
+
+    def parse_all(texts: list[str]) -> list[ParsedReply]:
+        name, tools = parser.partition(" ")[0], (WEATHER, POPULATION)
+        return [child(reply_parsing.parse_by, name, text, tools) for text in texts]
+
+    check_parser(WRITTEN[parser], parse_all)
+
+
+@pytest.mark.proof
+@pytest.mark.templates
+@pytest.mark.parametrize("name", sorted(set(json.loads(BASELINE.read_text())) - BORROWED))
+def test_one_unread_call_keeps_the_others_from_being_made_over_published_templates(
+    child: Child, name: str
+) -> None:
+    parser = child(reply_parsing.published_parser, name)
+    # No parser of calls fits the other templates, or nothing begins their calls.
+    if parser in WRITTEN:
+        check_parser(
+            WRITTEN[parser],
+            lambda texts: child(reply_parsing.parse_published, name, texts, (WEATHER, POPULATION)),
+        )
 
 
 def test_thinking_content_and_calls_are_separated_and_calls_have_ids(child: Child) -> None:

@@ -8,7 +8,8 @@ are called.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -20,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from actors.environment.policy import ParsedReply
 from actors.environment.protocol import ToolSchema
 from actors.trainer.tiny.tokenizer import CHAT_TEMPLATE, build_tokenizer
-from service.inference.settings import EngineSettings
+from service.inference.settings import NONE, EngineSettings
+from worlds.models.published_templates import published, tokenizer_of
 
 if TYPE_CHECKING:
     from service.inference.parsing import ReplyParser
@@ -42,6 +44,8 @@ MARKS = {
     "llama": ["<|python_tag|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
 }
+
+_SPECIAL = re.compile(r"<[|\uff5c][^>]*[|\uff5c]>|\[[A-Z_]+\]")
 
 
 @cache
@@ -70,6 +74,50 @@ def names_of(parser: ReplyParser) -> tuple[str | None, str | None]:
 def parse(name: str, prompt: str, text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
     """Parse a reply of a family's model that ended by itself."""
     return _parsed(_parser(name), prompt, f"{text}<|end|>", tools)
+
+
+def parse_by(parser: str, text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
+    """Parse with a parser of vLLM, over a tokenizer that knows the special tokens of the text."""
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    from service.inference.parsing import find_parser
+
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(sorted({*_SPECIAL.findall(text), "<|python_tag|>"}))
+    found = find_parser(get_cached_tokenizer(tokenizer), tool_parser=parser, reasoning_parser=NONE)
+    return _parsed(found, "", text, tools)
+
+
+def parse_published(
+    name: str, texts: Sequence[str], tools: tuple[ToolSchema, ...]
+) -> list[ParsedReply]:
+    """Parse with the parser and the tokenizer of a published chat template."""
+    parser = _published_parser(name)
+    return [_parsed(parser, "", text, tools) for text in texts]
+
+
+def published_parser(name: str) -> str | None:
+    """Return the name of the parser of calls that fits a published chat template.
+
+    The two forms of Mistral's calls have one parser, which looks for the token [ARGS].
+    """
+    try:
+        parser = _published_parser(name)
+    except ImportError:
+        # vLLM reads Cohere's calls with a package that is not installed here.
+        return None
+    has_token = parser.tool_parser == "mistral" and "[ARGS]" in parser.tokenizer.get_vocab()
+    return "mistral [ARGS]" if has_token else parser.tool_parser
+
+
+@cache
+def _published_parser(name: str) -> ReplyParser:
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    from service.inference.parsing import find_parser
+
+    [template] = [each for each in published() if each.name == name]
+    return find_parser(get_cached_tokenizer(tokenizer_of(template)), reasoning_parser=NONE)
 
 
 def parse_loaded(settings: EngineSettings, text: str, tools: tuple[ToolSchema, ...]) -> ParsedReply:
