@@ -203,7 +203,7 @@ CHAT = Words(
         *(
             ("messages[0].tool_calls[0].function.arguments", with_arguments(arguments))
             for arguments in (
-                "{", "[1]", "3", "{'a': {1}}", [1], 7, "[" * 5000, "  ", [], False, "{'a': '\\z'}"
+                "{", "[1]", "3", "{'a': {1}}", [1], 7, "[" * 5000, [], False, "{'a': '\\z'}"
             )
         ),
         ("messages[0]", with_arguments('{"a": NaN}')),
@@ -462,6 +462,7 @@ def test_arguments_of_a_chat_are_json_or_a_printed_python_dictionary() -> None:
         ("{'True': 'None', 'x': [1, True]}", {"True": "None", "x": [1, True]}),
         (' {"a" : "False"} ', {"a": "False"}),
         ("", {}), ({"a": 1}, {"a": 1}), ({}, {}), (None, {}),
+        (" \n", {}), ("null", {}), (" null ", {}), ("None", {}),
     ]  # fmt: skip
     for given, arguments in vectors:
         [message] = CHAT.read(with_arguments(given)).messages

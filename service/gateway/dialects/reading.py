@@ -45,6 +45,8 @@ _OF_TEXTS = frozenset(
 )  # fmt: skip
 # Fields of a tool that are objects, and not the schema of its arguments.
 _NO_SCHEMAS = frozenset({"cache_control"})
+# Texts that some clients send as the arguments of a call without arguments.
+_NO_ARGUMENTS = ("", "null", "None")
 # The parts of a Python literal that differ from JSON. Python's own parser gets only its strings:
 # other texts that a client may send make it warn or crash.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -409,7 +411,7 @@ def make_call(
 def _read_arguments(value: object, where: str) -> dict[str, Any]:
     """Read a call's arguments: an object, its JSON text or its Python literal."""
     found = value
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and value.strip() in _NO_ARGUMENTS):
         found = {}
     elif isinstance(value, str):
         found = _parsed(value)
