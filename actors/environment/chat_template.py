@@ -152,13 +152,11 @@ class ChatTemplate:
             role for role, probe in probes if _NAME in self._try_form(_USUAL_CALL_FORM, probe)
         )
 
-    def check_chat(
-        self, messages: Sequence[Message], calls: Iterable[tuple[str, str]] = ()
-    ) -> None:
+    def check_chat(self, messages: Sequence[Message], *, reply: Message | None = None) -> None:
         """Check that the policy can see who speaks, and which call each result answers.
 
         The policy's own replies have no names, so that a name of the assistant may be left out.
-        Args: calls: as in `check_results`.
+        Args: reply: the policy's reply before the messages, if they follow one.
         Raises: RenderError if `check_results` does, or if the template does not show the name of a
             user's or system message. A name that repeats the role need not be shown.
         """
@@ -171,7 +169,8 @@ class ChatTemplate:
                     f"got the name {name[:_SHOWN_ID]!r} of a message of role {role}, but the chat "
                     "template does not show it; write the name into content, or remove it"
                 )
-        self.check_results(messages, calls)
+        calls = reply.call_texts if reply else ()
+        self.check_results(messages, [(call_id, name) for call_id, name, _ in calls])
 
     def check_results(
         self, messages: Iterable[Message], calls: Iterable[tuple[str, str]] = ()

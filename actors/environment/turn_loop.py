@@ -286,11 +286,8 @@ class _Episode:
         self, method: str, messages: Sequence[Message], *, reply: Message | None = None
     ) -> None:
         """End the episode if the policy could not see who speaks or what a result answers."""
-        calls = reply.call_texts if reply else ()
         try:
-            self._renderer.template.check_chat(
-                messages, [(call_id, name) for call_id, name, _ in calls]
-            )
+            self._renderer.template.check_chat(messages, reply=reply)
         except RenderError as error:
             raise _Ended(Outcome.ENVIRONMENT_ERROR, f"{method}: {describe(error)}") from error
 

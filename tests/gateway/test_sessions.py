@@ -512,7 +512,7 @@ async def test_calls_are_shown_and_malformed_ones_are_counted(tmp_path: Path) ->
 async def test_a_malformed_call_keeps_all_calls_of_its_reply_in_the_text(
     tmp_path: Path, arguments: str
 ) -> None:
-    """The policy would read the result of the other call as that of the malformed one."""
+    """Check it because the policy would read the other call's result as the malformed one's."""
     tool = ToolSchema(name="add", description="", parameters={"type": "object", "properties": {}})
     bad, good = (
         f'<tool_call>{{"name": "add", "arguments": {each}}}</tool_call>'

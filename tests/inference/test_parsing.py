@@ -189,7 +189,7 @@ WEATHER, POPULATION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """How the models of one parser write calls of the tool `weather`, and calls with faults."""
+    """Calls as the models of one parser write them, with and without faults."""
 
     call: str
     """A call of `weather`, in which {} is the city."""
@@ -396,7 +396,7 @@ def test_every_form_of_calls_that_a_start_begins_is_written_below() -> None:
 def test_one_call_that_cannot_be_read_keeps_the_others_from_being_made(
     child: Child, parser: str
 ) -> None:
-    """The policy sees all its calls, and would read the one result as that of the first."""
+    """Check it because the policy would read the only result as that of its first call."""
 
     def parse_all(texts: list[str]) -> list[ParsedReply]:
         name, tools = parser.partition(" ")[0], (WEATHER, POPULATION)
