@@ -31,6 +31,8 @@ def printed(home: Path, *arguments: str) -> list[str]:
     return done.stdout.strip().split("\n\n")
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_token_is_made_once_and_printed_for_the_other_machines(tmp_path: Path) -> None:
     head, other, train, _ = printed(tmp_path, "10.0.0.2")
     token = (tmp_path / ".ray" / "auth_token").read_text().strip()

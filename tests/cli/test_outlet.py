@@ -153,6 +153,8 @@ def with_full_disk(*arguments: str) -> subprocess.CompletedProcess[str]:
         )  # fmt: skip
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_of_each_command_but_not_of_a_run(tmp_path: Path) -> None:
     run = written(tmp_path / "run", step_of([group_of(0, [1, 0])]))
     example = "docs/examples/numbers"

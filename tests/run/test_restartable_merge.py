@@ -27,6 +27,8 @@ def make_merge(deaths: Path, told: list[str]) -> RestartableMerge:
     return RestartableMerge(start, on_restart=told.append)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_a_call_whose_actor_dies_is_repeated_and_results_outlive_the_actor(
     tmp_path: Path,
 ) -> None:

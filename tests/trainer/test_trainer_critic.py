@@ -125,6 +125,8 @@ def test_the_kl_penalty_is_in_the_returns_that_the_critic_learns(
     )
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_two_ranks_score_and_train_a_critic_as_one_does(
     one_rank: World, two_ranks: World, settings: RankSettings
 ) -> None:
