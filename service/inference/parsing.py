@@ -120,6 +120,11 @@ def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | N
         return None
     try:
         _compose(tokenizer, **{setting: name})
+    except ImportError as error:
+        raise ValueError(
+            f"inference.{setting} is {wanted!r}, and vLLM's parser {name} needs a package that is "
+            f"not installed ({error}); install the package, or set inference.{setting} to {NONE}"
+        ) from error
     except TypeError as error:
         if wanted == AUTO:
             logger.warning(

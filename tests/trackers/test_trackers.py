@@ -371,8 +371,6 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-@pytest.mark.proof
-@pytest.mark.slow
 async def test_a_damaged_progress_file_is_reported_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "jsonl.json").write_text("[]")
@@ -385,6 +383,8 @@ async def test_a_damaged_progress_file_is_reported_with_a_remedy(tmp_path: Path)
     assert "trackers/jsonl.json cannot be read" in notice and "remove it to write" in notice
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_points_that_count_as_written_survive_a_kill(tmp_path: Path) -> None:
     """Kill a process after each tracker has stored its progress."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))

@@ -103,8 +103,9 @@ def published_parser(name: str) -> str | None:
     """
     try:
         parser = _published_parser(name)
-    except ImportError:
+    except ValueError as error:
         # vLLM reads Cohere's calls with a package that is not installed here.
+        assert isinstance(error.__cause__, ImportError), error
         return None
     has_token = parser.tool_parser == "mistral" and "[ARGS]" in parser.tokenizer.get_vocab()
     return "mistral [ARGS]" if has_token else parser.tool_parser
