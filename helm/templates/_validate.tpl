@@ -88,10 +88,15 @@
 {{- range $key := list "config" "test" "extraManifests" -}}
 {{- include "rayloom.largeIntegers" (dict "path" $key "value" (index $.Values $key)) -}}
 {{- end -}}
-{{- range $key := list "checkpoints" "database" "modelCache" }}
-{{- include "rayloom.sizeProblems" (dict "key" (printf "%s.size" $key) "size" (index $.Values $key).size "expected" "") }}
+{{- /* The sizes of claims that the chart makes. */}}
+{{- $sizes := dict }}
+{{- if not .Values.checkpoints.existingClaim }}{{- $_ := set $sizes "checkpoints.size" .Values.checkpoints.size }}{{- end }}
+{{- if not (or .Values.database.existingSecret .Values.database.existingClaim) }}{{- $_ := set $sizes "database.size" .Values.database.size }}{{- end }}
+{{- if and .Values.modelCache.enabled (not .Values.modelCache.existingClaim) }}{{- $_ := set $sizes "modelCache.size" .Values.modelCache.size }}{{- end }}
+{{- if eq .Values.gcs.backend "rocksdb" }}{{- $_ := set $sizes "gcs.storage.size" .Values.gcs.storage.size }}{{- end }}
+{{- range $key, $size := $sizes }}
+{{- include "rayloom.sizeProblems" (dict "key" $key "size" $size "expected" "") }}
 {{- end }}
-{{- include "rayloom.sizeProblems" (dict "key" "gcs.storage.size" "size" .Values.gcs.storage.size "expected" "") }}
 {{- end -}}
 
 {{/* A size that is too small, probably because its unit is missing. Takes: key, size, expected (more of what is
@@ -99,7 +104,7 @@
 {{- define "rayloom.sizeProblems" -}}
 {{- $bytes := include "rayloom.quantity" .size | float64 }}
 {{- if lt $bytes 67108864.0 }}
-- {{ printf "%s: got %v, which is %.0f bytes, expected at least 64Mi%s; write the unit, such as 20Gi" .key .size $bytes .expected | quote }}
+- {{ printf "%s: got %v, which is %.0f bytes, expected at least 64Mi%s; %s" .key .size $bytes .expected (regexMatch "[0-9m]$" (toString .size) | ternary "write the unit, such as 20Gi" "raise it") | quote }}
 {{- end }}
 {{- end -}}
 

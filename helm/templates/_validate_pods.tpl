@@ -51,7 +51,8 @@
 {{- end }}
 {{- end }}
 {{- $ids := keys $users | sortAlpha }}
-{{- if gt (len $ids) 1 }}
+{{- /* The files of an existing volume may have a fixed owner, whoever writes them. */}}
+{{- if and (gt (len $ids) 1) (or (empty $.Values.checkpoints.existingClaim) (has "0" $ids)) }}
 - {{ printf "podSecurityContext.runAsUser: got %s for %s and %s for %s, expected the same for all: all pods write to one volume, and only the user that created a file or a directory there can change it (fsGroup does not help, because new files are not writable by their group); set it in pods" (first $ids) (get $users (first $ids)) (last $ids) (get $users (last $ids)) | quote }}
 {{- end }}
 {{- end -}}
@@ -97,18 +98,22 @@
 - {{ printf "config.%s: got %s, expected an absolute path in the pods, which do not have the files of your machine; put a file into workspace.files, or mount a volume by pods.volumes and pods.volumeMounts, and name the path in the pods, such as /workspace/%s" $key $path (base $path) | quote }}
 {{- end }}
 {{- else if or (eq $.name "head") (eq $key "model.path") }}
-{{- /* Directories of the image, in which it may have files of your own. */}}
-{{- $isThere := regexMatch "^/(etc|opt|srv|usr|var)/" (clean $path) }}
+{{- /* The image may have files of your own in any directory but that of the workspace. */}}
+{{- $isThere := not (hasPrefix "/workspace/" (printf "%s/" (clean $path))) }}
+{{- $isMounted := false }}
 {{- range (first $.pod.containers).volumeMounts }}
 {{- $inside := trimPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $path)) | trimSuffix "/" }}
 {{- $isIn := hasPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $path)) }}
 {{- /* An init container may put files into a directory that is empty at the pod's start. */}}
 {{- $isFilled := or $.group.initContainers (not (has .name (list "shm" "tmp" "home" "secrets" "database"))) }}
-{{- $isKnown := or (ne .name "workspace") (not $files) (hasKey $files $inside) }}
-{{- $isThere = or $isThere (and $isIn $isFilled $isKnown) }}
+{{- $isKnown := or (ne .name "workspace") (not $files) (eq $inside "") (hasKey $files $inside) }}
+{{- if $isIn }}
+{{- $isThere = and $isFilled $isKnown | or (and $isMounted $isThere) }}
+{{- $isMounted = true }}
+{{- end }}
 {{- end }}
 {{- if not $isThere }}
-- {{ printf "config.%s: got %s, which the pods of %s do not have, expected a path on one of their volumes%s; add the file to workspace.files, or mount its volume by pods.volumes and pods.volumeMounts; an image of your own may have it below /opt" $key $path $.name (empty $files | ternary "" (printf " (workspace.files has %s)" (join ", " (keys $files | sortAlpha)))) | quote }}
+- {{ printf "config.%s: got %s, which the pods of %s do not have, expected a path on one of their volumes%s; add the file to workspace.files, or mount its volume by pods.volumes and pods.volumeMounts" $key $path $.name (empty $files | ternary "" (printf " (workspace.files has %s)" (join ", " (keys $files | sortAlpha)))) | quote }}
 {{- end }}
 {{- end }}
 {{- end }}

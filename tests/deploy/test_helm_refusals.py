@@ -295,11 +295,14 @@ CONTRADICTIONS: list[Case] = [
      "networkPolicy.environmentEgress: got none", "modelCache.enabled"),
     ("head: {env: [{name: RAY_AUTH_TOKEN, value: x}]}", "head.env: RAY_AUTH_TOKEN", "remove it"),
     *(
-        (json.dumps(nested(f"{key}.size", size)), f"{key}.size: got {size}, which is {number} b",
-         "at least 64Mi", "such as 20Gi")
-        for key, size, number in (
-            ("checkpoints", 20, 20), ("checkpoints", "20m", 0), ("database", "5M", 5000000),
-            ("modelCache", "0Gi", 0), ("gcs.storage", 1, 1),
+        (values, f"{key}: got {got}, which is {number} bytes, expected at least 64Mi", remedy)
+        for values, key, got, number, remedy in (
+            ("checkpoints: {size: 20}", "checkpoints.size", 20, 20, "such as 20Gi"),
+            ("checkpoints: {size: 20m}", "checkpoints.size", "20m", 0, "such as 20Gi"),
+            ("database: {size: 5M}", "database.size", "5M", 5000000, "raise it"),
+            ("modelCache: {enabled: true, size: 0Gi}", "modelCache.size", "0Gi", 0, "raise it"),
+            ("gcs: {backend: rocksdb, storage: {size: 1}}",
+             "gcs.storage.size", 1, 1, "such as 20Gi"),
         )
     ),
     *(
@@ -340,12 +343,13 @@ CONTRADICTIONS: list[Case] = [
         (f"config: {config}", f"config.{key}: got {path}, which the pods of head do not have",
          "add the file to workspace.files")
         for path, key, config in (
-            ("/data/a", "tasks.file", "{tasks: {file: /data/a}}"),
+            ("/workspace/a", "tasks.file", "{tasks: {file: /workspace/a}}"),
             ("/tmp/a", "tasks.dataset", "{tasks: {dataset: /tmp/a}}"),
-            ("/data/a", "mixture.x.tasks.file",
-             "{tasks: null, mixture: {x: {tasks: {environment: guessing, file: /data/a}}}}"),
-            ("/data/a", "evaluation.sets.x.file", "{evaluation: {sets: {x: {file: /data/a}}}}"),
-            ("/data/a", "algorithm.reference", "{algorithm: {reference: /data/a}}"),
+            ("/workspace/a", "mixture.x.tasks.file",
+             "{tasks: null, mixture: {x: {tasks: {environment: guessing, file: /workspace/a}}}}"),
+            ("/workspace/a", "evaluation.sets.x.file",
+             "{evaluation: {sets: {x: {file: /workspace/a}}}}"),
+            ("/workspace/a", "algorithm.reference", "{algorithm: {reference: /workspace/a}}"),
         )
     ),
     *(
@@ -357,9 +361,8 @@ CONTRADICTIONS: list[Case] = [
     ),
     ("{workspace: {files: {a: x}}, config: {tasks: {file: /workspace/b}}}",
      "config.tasks.file: got /workspace/b", "workspace.files has a)"),
-    ("{head: {volumes: [{name: m, configMap: {name: m}}], volumeMounts: [{name: m, mountPath: /m}]}"
-     ", config: {model: {tiny: null, path: /m}}}",
-     "config.model.path: got /m, which the pods of trainer do not have"),
+    ("config: {model: {tiny: null, path: /home/rayloom/m}}",
+     "config.model.path: got /home/rayloom/m, which the pods of trainer do not have"),
 ]  # fmt: skip
 # `make test` runs these too.
 QUICK: list[Case] = [
@@ -401,6 +404,13 @@ ACCEPTED = [
         )
     ),
     "{mode: cluster, config: {tasks: {file: a}}}",
+    # Only the image knows whether it has this model; the data set is a directory of the workspace.
+    "config: {model: {tiny: null, path: /models/qwen}}",
+    "{workspace: {files: {train.jsonl: x}}, config: {tasks: {dataset: /workspace/}}}",
+    # Sizes of claims that the chart does not make, and an owner that the volume sets.
+    "{checkpoints: {existingClaim: c, size: 1Mi}, database: {existingSecret: d, size: 1Mi}, "
+    "modelCache: {size: 1Mi}, gcs: {storage: {size: 1Mi}}, "
+    "trainer: {podSecurityContext: {runAsUser: 1001}}}",
     "monitoring: {podMonitor: {dropSeries: '(?i)ray_(a|b)[.]x+'}}",
     "{kueue: {queueName: a}, labels: {kueue.x-k8s.io/queue-name: a}, "
     "serviceAccount: {create: false, name: default}}",
