@@ -142,9 +142,17 @@ def _check_libraries(path: Sequence[str]) -> None:
         )
 
 
-# The command `rayloom` calls `check_names` itself, to print an error as one line. Its argv[0] is
-# "-m" while Python loads the package for `python -m rayloom`.
-if Path(*sys.argv[:1]).name not in ("rayloom", "-m"):
+def _is_command() -> bool:
+    """Return whether Python runs the command `rayloom` or `python -m rayloom`."""
+    if sys.argv[:1] == ["-m"]:
+        # Python is still loading the packages of the module that it will run. The module's name
+        # is before the module's arguments.
+        return sys.orig_argv[-len(sys.argv)] in ("rayloom", "-mrayloom")
+    return Path(*sys.argv[:1]).name == "rayloom"
+
+
+# The command calls `check_names` itself, to print an error as one line.
+if not _is_command():
     check_names(sys.path)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,11 +29,22 @@ EXIT_REFUSED = 2
 _RUNS = {"train", "serve", "sft"}
 
 
+@contextmanager
+def _help_outlet() -> Iterator[None]:
+    """Guard a block that prints a help page: a lost output does not end it with an error."""
+    with outlet(sys.__stdout__):
+        try:
+            yield
+        except SystemExit as error:
+            # rich would end the process with code 1.
+            raise BrokenPipeError("the reader of the help has closed it") from error
+
+
 class _Group(TyperGroup):
     """A group of commands whose help may be cut off."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        with outlet(sys.__stdout__):
+        with _help_outlet():
             super().format_help(ctx, formatter)
 
 
@@ -52,8 +65,11 @@ class _Command(TyperCommand):
     """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        with outlet(sys.__stdout__):
+        with _help_outlet():
             super().format_help(ctx, formatter)
+        # The help of `train` is not a run, so that `main` must not exempt it.
+        if code := code_after(0):
+            raise typer.Exit(code)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         texts, _, given = self.make_parser(ctx).parse_args(args=list(args))
@@ -95,13 +111,14 @@ def _unfit(parameter: Any, got: Any) -> str:
         near = difflib.get_close_matches(str(got), known, n=1)
         remedy = f"did you mean {near[0]!r}?" if near else "name one of them"
         return f"got {got!r}, expected one of {', '.join(known)}; {remedy}"
-    expected = "an integer" if kind.annotation is int else "a number"
-    low, high = (
-        None if bound is None else f"{bound:,}" for bound in (parameter.min, parameter.max)
-    )
-    if low and high:
+    low, high = parameter.min, parameter.max
+    if kind.annotation is int:
+        expected = "an integer"
+    else:
+        expected = "a finite number" if high is None else "a number"
+    if low is not None and high is not None:
         expected += f" from {low} to {high}"
-    elif low:
+    elif low is not None:
         expected += f" of at least {low}"
     return f"got {got!r}, expected {expected}; correct it"
 

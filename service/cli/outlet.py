@@ -10,6 +10,7 @@ This module imports no large package, so that the first line is printed before a
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -29,6 +30,8 @@ LOST = (OSError, ValueError)
 ESCAPED = "backslashreplace"
 ENDING_LIMIT_S = 2.0
 EXIT_CUT_OFF = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE = "; expected a disk with free space; free space, or choose another file"
 # Errors of failed writes to standard output: at most one, because later writes do not fail.
 _failures: list[Exception] = []
 
@@ -103,10 +106,10 @@ def outlet(stream: IO[str] | None) -> Iterator[None]:
         if stream is sys.__stdout__:
             _failures.append(error)
             if _is_cut_off(error):
-                reason = getattr(error, "strerror", None) or error
+                number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
                 say(
-                    f"rayloom: standard output cannot be written ({reason}), so that it is not "
-                    "complete; expected a disk with free space; free space, or choose another file",
+                    f"rayloom: standard output cannot be written ({reason or error}), so that it "
+                    f"is not complete{_NO_SPACE if number in _FULL else ''}",
                     err=True,
                 )
 

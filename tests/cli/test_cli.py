@@ -281,8 +281,10 @@ def test_an_option_s_value_that_does_not_fit_is_shown_with_what_is_expected() ->
         ("inspect", "run", "--limit", "-1"): f"--limit: got '-1', {limit}",
         (*step, "--top", "0"): "--top: got '0', expected an integer of at least 1; correct it",
         (*step, "--by", "shar"): "--by: got 'shar', expected one of own, norm, share; did you mean",
-        ("check", "--parameters", "x"): "--parameters: got 'x', expected a number; correct it",
-        ("stop", "--grace", "nan"): "--grace: got 'nan', expected a number from 0 to 2,678,400;",
+        ("check", "--parameters", "x"): "--parameters: got 'x', expected a finite number; correct",
+        ("stop", "--grace", "nan"): "--grace: got 'nan', expected a number from 0 to 2678400;",
+        ("submit", "a", "--tasks-per-request", "1,000"): "expected an integer from 1 to 10000;",
+        ("evaluate", "a", "--temperature", "nan"): "'nan', expected a finite number of at least 0;",
         ("keys", "create", "a", "b", "--scope", "x"): "expected one of client, admin; name one of",
     }
     for line, answer in zip(expected, rayloom(*expected), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -132,6 +133,46 @@ def test_escape_codes_in_foreign_text_are_not_sent_to_the_terminal(
     file = io.StringIO()
     LineDisplay(OutletConsole(file=file)).update(status_of(1, notices=("task \x1b[2J\x07",)))
     assert "warning: task \\x1b[2J\\x07\n" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "; expected a disk with free space; free space, or choose another file"),
+        (errno.EDQUOT, "; expected a disk with free space; free space, or choose another file"),
+        (errno.EIO, ""),
+    ],
+)
+def test_only_a_full_disk_is_said_to_need_space(
+    closed_pipe: IO[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    advice: str,
+) -> None:
+    monkeypatch.setattr(sys, "__stdout__", closed_pipe)
+    monkeypatch.setattr("service.cli.outlet._failures", [])
+    with outlet(closed_pipe):
+        raise OSError(code, os.strerror(code))
+    words = f"standard output cannot be written ({os.strerror(code)}), so that it is not complete"
+    assert capsys.readouterr().err == f"rayloom: {words}{advice}\n"
+
+
+@pytest.mark.parametrize("line", [("--help",), ("train", "--help")], ids=" ".join)
+def test_a_help_page_ends_as_usual_without_its_reader(
+    closed_pipe: IO[str], line: tuple[str, ...]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli.main", *line],
+        cwd=ROOT, stdout=closed_pipe, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_help_of_a_run_s_command_fails_on_a_full_disk() -> None:
+    done = with_full_disk("-m", "service.cli.main", "train", "--help")
+    assert done.returncode == 1
+    assert "standard output cannot be written (No space left on device)" in done.stderr
 
 
 # A command that ends well after a line.

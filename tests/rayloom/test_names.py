@@ -58,6 +58,21 @@ def test_a_module_that_hides_a_library_is_refused(tmp_path: Path, file: str) -> 
     assert done.stderr == f"rayloom: {refused.value}\n"
 
 
+def test_a_package_run_by_m_that_imports_rayloom_refuses_a_hidden_library(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import rayloom")
+    (tmp_path / "mine" / "__main__.py").write_text("print('started')")
+    (tmp_path / "torch.py").write_text("")
+    # The name `rayloom` among the arguments is not the name of the module.
+    done = run(tmp_path, "-m", "mine", "-m", "rayloom")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"\nImportError: got {tmp_path / 'torch.py'}, which hides the library" in done.stderr
+    command = run(tmp_path, "-m", "rayloom", "--version")
+    assert command.returncode == 2
+    assert command.stderr.startswith(f"rayloom: got {tmp_path / 'torch.py'}, which hides")
+    assert len(command.stderr.splitlines()) == 1
+
+
 def test_a_folder_without_code_and_rayloom_itself_hide_nothing(tmp_path: Path) -> None:
     for name in ("service", "deploy"):
         (tmp_path / name).mkdir()
