@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from actors.environment.policy import ParsedCall
@@ -196,7 +197,6 @@ def _check_arguments(
     for required in schema.get("required", ()):
         if required not in arguments:
             return _malformed("missing_argument", f"Missing argument {required}.")
-    given = dict(arguments)
     for key, value in arguments.items():
         for declared in _schemas_of(key, schema):
             # The schema `true` allows any value; `false` means that there is no such argument.
@@ -210,11 +210,37 @@ def _check_arguments(
             if not (is_null or _is_of_type(value, expected)):
                 told = f"Argument {key} must be of type {expected}."
                 return _malformed("ill_typed_argument", told)
-            kinds = expected or ()
-            if _is_whole(value) and "integer" in kinds and "number" not in kinds:
-                # A Python function, for example `range`, may need `5` in place of `5.0`.
-                given[key] = int(value)
-    return ToolCall(name=name, arguments=given, id=call_id)
+    return ToolCall(name=name, arguments=arguments, id=call_id)
+
+
+def with_integers(
+    calls: Sequence[ToolCall | MalformedCall], tools: Sequence[ToolSchema]
+) -> tuple[ToolCall | MalformedCall, ...]:
+    """Return checked calls with `5` in place of `5.0` where an integer is declared.
+
+    An environment gets these calls, because a Python function, for example `range`, may need an
+    `int`. The chat keeps the original ones, so that it contains what the policy wrote.
+    """
+    by_name = {tool.name: tool.parameters for tool in tools}
+    return tuple(
+        replace(call, arguments=_with_integers(call.arguments, by_name[call.name]))
+        if isinstance(call, ToolCall)
+        else call
+        for call in calls
+    )
+
+
+def _with_integers(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: int(value) if _is_whole(value) and _needs_integer(key, schema) else value
+        for key, value in arguments.items()
+    }
+
+
+def _needs_integer(key: str, schema: Mapping[str, Any]) -> bool:
+    declared = (each for each in _schemas_of(key, schema) if isinstance(each, Mapping))
+    kinds = [each.get("type") or () for each in declared]
+    return any("integer" in each and "number" not in each for each in kinds)
 
 
 def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:

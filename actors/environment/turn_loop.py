@@ -44,7 +44,7 @@ from actors.environment.rendering import BreakReason, ChatRenderer
 from actors.environment.sample_builder import SampleBuilder
 from actors.environment.settings import KeptTokens, RolloutSettings, rollout_settings
 from actors.environment.text_patterns import before_stop
-from actors.environment.tool_calls import check_calls
+from actors.environment.tool_calls import check_calls, with_integers
 from actors.outcomes import Disposition, OutcomePolicy
 from actors.types import (
     PLAYED_OUT,
@@ -188,7 +188,7 @@ class _Episode:
             text = self._text_of(turn)
             calls = () if parsed is None else check_calls(parsed.calls, start.tools)
             action = Action(text=text, calls=calls)
-            result = await self._step(action)
+            result = await self._step(replace(action, calls=with_integers(calls, start.tools)))
             if number == self._settings.max_turns:
                 break
             history.append(_as_message(action, parsed, stop=self._settings.stop))

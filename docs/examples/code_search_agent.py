@@ -44,7 +44,7 @@ from actors.environment.plugins.code_search.tools import (
 from actors.environment.policy import ParsedCall
 from actors.environment.protocol import MalformedCall, ToolCall
 from actors.environment.tasks import read_tasks
-from actors.environment.tool_calls import check_calls
+from actors.environment.tool_calls import check_calls, with_integers
 from actors.environment.tool_turns import BadArguments, ToolFailed
 from actors.types import Task
 
@@ -97,7 +97,7 @@ async def play(env: dict[str, str], task: Task, tools: CodeTools) -> Played:
                 parsed = ParsedCall(
                     name=asked.function.name, arguments=asked.function.arguments, id=asked.id
                 )
-                (call,) = check_calls([parsed], TOOLS)
+                (call,) = with_integers(check_calls([parsed], TOOLS), TOOLS)
                 if isinstance(call, MalformedCall):
                     content, is_malformed = ERROR.format(message=call.message), True
                 elif call.name == ANSWER.name:

@@ -39,7 +39,7 @@ from actors.environment.protocol import (
 from actors.environment.rendering import ChatRenderer, load_renderer
 from actors.environment.settings import GROUP_REWARD, rollout_settings
 from actors.environment.task_data import reference_of
-from actors.environment.tool_calls import check_calls, parse_tool_calls
+from actors.environment.tool_calls import check_calls, parse_tool_calls, with_integers
 from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import Task
 from actors.user_code import (
@@ -275,7 +275,8 @@ async def _play_turns(
         action, who = await reply(chat, start.tools)
         replied = time.monotonic()
         say(f"\nreply ({who}, {replied - begun:.2f} s)\n{_indented(_as_text(action))}")
-        step = _step(environment, action)
+        calls = with_integers(action.calls, start.tools)
+        step = _step(environment, replace(action, calls=calls))
         result = await _ended("step", step, limit_s=rollouts.turn_deadline_s)
         if not isinstance(result, StepResult):
             raise _Unplayed(
@@ -286,10 +287,10 @@ async def _play_turns(
         reward += result.reward
         spent_s = time.monotonic() - replied
         say(f"\nreward {result.reward:g}{_parts(result)}, {spent_s:.3f} s")
-        calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
-        content = "" if calls else action.text
+        made = tuple(call for call in action.calls if isinstance(call, ToolCall))
+        content = "" if made else action.text
         chat += [
-            Message(role=Role.ASSISTANT, content=content, tool_calls=calls),
+            Message(role=Role.ASSISTANT, content=content, tool_calls=made),
             *result.messages,
         ]
         for message in result.messages:

@@ -24,7 +24,7 @@ from actors.environment.protocol import (
     ToolCall,
     ToolSchema,
 )
-from actors.environment.tool_calls import check_calls, parse_tool_calls
+from actors.environment.tool_calls import check_calls, parse_tool_calls, with_integers
 from actors.options import BadOptions, read
 from actors.types import Task
 
@@ -344,7 +344,12 @@ def test_arguments_beyond_the_properties_and_nulls_are_allowed_where_the_schema_
 def test_a_whole_number_is_an_integer(kind: Any, value: str, given: str) -> None:
     tool = ToolSchema(name="f", description="", parameters={"properties": {"n": {"type": kind}}})
     [call] = check_calls([ParsedCall(name="f", arguments=f'{{"n": {value}}}', id="1")], [tool])
-    assert isinstance(call, ToolCall) and json.dumps(call.arguments) == f'{{"n": {given}}}'
+    assert isinstance(call, ToolCall) and json.dumps(call.arguments) == json.dumps(
+        json.loads(f'{{"n": {value}}}')
+    )
+    [received] = with_integers([call], [tool])
+    assert isinstance(received, ToolCall)
+    assert json.dumps(received.arguments) == f'{{"n": {given}}}'
 
 
 @pytest.mark.parametrize(

@@ -384,3 +384,25 @@ async def test_a_name_that_the_template_does_not_show_is_an_environment_error(me
     trajectory = await play(environment)
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
     assert trajectory.detail.startswith(f"{method}: RenderError: got the name 'Ada' of a message")
+
+
+async def test_an_environment_gets_an_integer_and_the_chat_keeps_what_the_policy_wrote() -> None:
+    properties = {"n": {"type": "integer"}}
+    environment = FakeEnvironment(GO_ON, DONE, on_reset=with_schema(properties=properties))
+    wrote = '<tool_call>{"name": "echo", "arguments": {"n": 5.0}}</tool_call><|im_end|>'
+    seen: list[Message] = []
+
+    class Watched(ChatRenderer):
+        def extend(self, *arguments: Any, history: Sequence[Message], **others: Any) -> Extension:
+            seen.extend(history)
+            return super().extend(*arguments, history=history, **others)
+
+    chat = Watched(tokenizer(), history="as_rendered")
+    policy = FakePolicy(reply(wrote), reply())
+    trajectory = await play(
+        environment, policy, settings=replace(SETTINGS, max_tokens_per_turn=200), chat=chat
+    )
+    assert trajectory.outcome is Outcome.COMPLETED
+    [call] = environment.actions[0].calls
+    assert isinstance(call, ToolCall) and json.dumps(call.arguments) == '{"n": 5}'
+    assert json.dumps(seen[-1].tool_calls[0].arguments) == '{"n": 5.0}'
