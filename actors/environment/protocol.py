@@ -171,13 +171,16 @@ class ToolSchema:
         _json_text(self.parameters, f"{what}: parameters")
         named: dict[str, Any] = {}
         for where in ("patternProperties", "properties"):
-            if not _are_schemas(schemas := self.parameters.get(where, {})):
+            schemas = self.parameters.get(where, {})
+            if schemas is None and where == "patternProperties":
+                continue  # Clients write null for an absent keyword.
+            if not _are_schemas(schemas):
                 raise TypeError(
                     f"{what}: expected parameters.{where} to have one JSON schema for each argument"
                 )
             named |= schemas
-        others = self.parameters.get("additionalProperties", True)
-        if not isinstance(others, Mapping | bool):
+        others = self.parameters.get("additionalProperties")
+        if not isinstance(others, Mapping | bool | None):
             raise TypeError(
                 f"{what}: parameters.additionalProperties: got {type_of(others)}, expected a JSON "
                 "schema, true or false"
@@ -187,7 +190,7 @@ class ToolSchema:
                 f"{what}: parameters.required: got {required!r}, expected a list of arguments"
             )
         for name, schema in {"other arguments": others, **named}.items():
-            kind = () if isinstance(schema, bool) else schema.get("type", ())
+            kind = schema.get("type", ()) if isinstance(schema, Mapping) else ()
             if not (isinstance(kind, str) or _are_names(kind)):
                 raise TypeError(
                     f"{what}: the type of {name}: got {kind!r}, expected a JSON type, or a list"

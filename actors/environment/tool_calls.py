@@ -249,7 +249,7 @@ def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
     A schema that says nothing about other names allows them only if it names none.
     """
     properties = schema.get("properties", {})
-    patterns = schema.get("patternProperties", {})
+    patterns = schema.get("patternProperties") or {}
     named = [properties[key]] if key in properties else []
     for pattern, each in patterns.items():
         try:
@@ -257,7 +257,8 @@ def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
         except re.error:
             # The patterns are JavaScript's; one that Python cannot read allows any argument.
             named.append(True)
-    return named or [schema.get("additionalProperties", not (properties or patterns))]
+    others = schema.get("additionalProperties")
+    return named or [not (properties or patterns) if others is None else others]
 
 
 def _is_of_type(value: Any, expected: str | Sequence[str] | None) -> bool:

@@ -306,6 +306,8 @@ STRING, INTEGER = {"type": "string"}, {"type": "integer"}
         ({"additionalProperties": STRING}, {"b": 1}, "ill_typed_argument"),
         ({"additionalProperties": False}, {"b": 1}, "unknown_argument"),
         ({}, {"b": 1}, None),
+        ({"additionalProperties": None, "patternProperties": None}, {"b": 1}, None),
+        ({"properties": {"a": STRING}, "additionalProperties": None}, {"b": 1}, "unknown_argument"),
         ({"properties": {"a": STRING}, "patternProperties": {"^x-": STRING}}, {"x-b": "1"}, None),
         (
             {"properties": {"a": STRING}, "patternProperties": {"^x-": STRING}},
