@@ -341,7 +341,7 @@ class StepResult:
     state is the observation's tokens."""
 
     def __post_init__(self) -> None:
-        _check_new_messages(self.messages)
+        _check_messages(self.messages)
         if not isinstance(self.answer, str | None):
             raise TypeError(
                 f"step result: answer: got {type_of(self.answer)}, expected text or None"
@@ -370,6 +370,9 @@ class StepResult:
                 "step result: ended_by_malformed is set without is_malformed and terminated; "
                 "set all three"
             )
+        # The messages of an ended episode are never shown to the policy.
+        if not (self.terminated or self.truncated):
+            _check_new_messages(self.messages)
 
 
 class RewardError(Exception):
@@ -482,11 +485,11 @@ def _check_messages(messages: tuple[Message, ...]) -> None:
 
 
 def _check_new_messages(messages: tuple[Message, ...]) -> None:
-    _check_messages(messages)
     for message in messages:
         if message.role not in (Role.USER, Role.TOOL):
+            remedy = "make it role user, or " if message.role is Role.SYSTEM else ""
             raise ValueError(
                 f"step result: messages: got a message of role '{message.role}', expected only new "
-                "messages of role user or tool; leave out the earlier messages and the policy's "
-                "reply, which the chat already has"
+                f"messages of role user or tool; {remedy}"
+                "leave out the earlier messages and the policy's reply, which the chat already has"
             )
