@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
@@ -256,15 +257,23 @@ class Action:
     def own_copy(self) -> Action:
         """Return an action whose calls' arguments an environment may change.
 
-        The chat keeps the original. The arguments are JSON.
+        The chat keeps the original.
         """
         calls = (
-            replace(each, arguments=json.loads(json.dumps(each.arguments)))
+            replace(each, arguments=_copy_of(each.arguments))
             if isinstance(each, ToolCall)
             else each
             for each in self.calls
         )
         return replace(self, calls=tuple(calls))
+
+
+def _copy_of(arguments: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(json.dumps(arguments))
+    except TypeError:
+        # A policy's arguments are JSON, but an environment's own test may give others.
+        return deepcopy(arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 END_OF_THOUGHT = "</think>"
 MAX_CALL_CHARS = 20_000
+# Python's JSON and templates fail at deeper values, at a depth that varies with the caller's.
+MAX_CALL_DEPTH = 200
 
 _THOUGHT_MARKS = (
     ("<think>", END_OF_THOUGHT),
@@ -184,7 +186,14 @@ def _load(text: str) -> Any:
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return _malformed("invalid_json", "The tool call is not valid JSON.")
+    if _is_deeper(value, MAX_CALL_DEPTH):
+        return _malformed("invalid_json", "The tool call is nested too deeply.")
     return value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return limit < 0 or any(_is_deeper(each, limit - 1) for each in inner)
 
 
 def _refuse_constant(constant: str) -> NoReturn:
@@ -254,7 +263,7 @@ def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
     for pattern, each in patterns.items():
         try:
             named += [each] if re.search(pattern, key) else []
-        except re.error:
+        except (re.error, OverflowError, RecursionError):
             # The patterns are JavaScript's; one that Python cannot read allows any argument.
             named.append(True)
     others = schema.get("additionalProperties")

@@ -1,6 +1,7 @@
 """Tests of the calculator environment, its expressions, and the parser of tool calls."""
 
 import json
+from datetime import date
 from typing import Any
 
 import pytest
@@ -316,6 +317,12 @@ STRING, INTEGER = {"type": "string"}, {"type": "integer"}
         ),
         ({"patternProperties": {"^x-": STRING}}, {"x-b": 1}, "ill_typed_argument"),
         ({"properties": {"a": STRING}, "patternProperties": {"(?<n>": INTEGER}}, {"b": "1"}, None),
+        (
+            {"properties": {"a": STRING}, "patternProperties": {"a{99999999999999}": STRING}},
+            {"b": 1},
+            None,
+        ),
+        ({"patternProperties": {"(?:" * 5000 + ")" * 5000: STRING}}, {"b": 1}, None),
         # Only the arguments themselves are checked, not what is inside them.
         ({"properties": {"a": {"type": "object", "properties": {}}}}, {"a": {"b": 1}}, None),
         ({"properties": {"a": {**STRING, "nullable": True}}}, {"a": None}, None),
@@ -361,3 +368,22 @@ def test_a_whole_number_is_an_integer(kind: Any, value: str, given: str) -> None
 def test_schemas_of_other_arguments_that_are_none_are_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"tool f: .* JSON schema"):
         ToolSchema(name="f", description="", parameters=parameters)
+
+
+@pytest.mark.parametrize(("depth", "is_taken"), [(150, True), (300, False), (500, False)])
+def test_a_call_that_is_nested_too_deeply_is_malformed(depth: int, is_taken: bool) -> None:
+    tool = ToolSchema(name="f", description="", parameters={"type": "object"})
+    arguments = '{"a": ' + "[" * depth + "]" * depth + "}"
+    [call] = check_calls([ParsedCall(name="f", arguments=arguments, id="1")], [tool])
+    if is_taken:
+        assert Action(text="", calls=(call,)).own_copy().calls == (call,)
+    else:
+        assert isinstance(call, MalformedCall) and "nested too deeply" in call.message
+
+
+def test_arguments_that_are_not_json_are_copied_too() -> None:
+    action = Action(text="", calls=(ToolCall(name="f", arguments={"days": [date(2020, 1, 1)]}),))
+    [call] = action.own_copy().calls
+    assert isinstance(call, ToolCall)
+    call.arguments["days"].clear()
+    assert action.calls == (ToolCall(name="f", arguments={"days": [date(2020, 1, 1)]}),)
