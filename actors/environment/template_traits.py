@@ -18,7 +18,12 @@ from actors.environment.chat_template import RenderError
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from actors.environment.rendering import ChatRenderer
 from actors.environment.shown_text import count_unchanged
-from actors.environment.tool_calls import OPEN, parse_tool_calls
+from actors.environment.tool_calls import OPEN, parse_tool_calls, visible_text
+
+# White space as a reply has it, or as JSON writes it in a string.
+_SPACE = r"(?:\s|\\[nrt])*"
+_TAGGED = r"[{\[]|<(?!/)"
+_NAMED = r"[^\s<{]+\s*\{"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +36,16 @@ class CallForm:
     """The text that begins a call; None if nothing distinguishes a call from text."""
     call_start: str | None = None
     """The text that begins each call if `start` begins a group of calls; None: `start` does."""
+    body: str = r"[{\[]"
+    """A pattern of what follows `start` in a call; prose that mentions the start does not fit."""
+    call_body: str = ""
+    """A pattern of what follows `call_start` in a call."""
     signs: tuple[str, ...]
     """Texts that identify the form: all of them occur in the chat template or its rendered call."""
     is_single_list: bool = False
     """Whether vLLM reads only the first list of calls in a reply."""
+    has_json_list: bool = False
+    """Whether a start may begin a JSON list of calls."""
 
     def has_unread(self, text: str, arguments: Sequence[str]) -> bool:
         """Return whether a reply begins more calls than the parser has read.
@@ -42,7 +53,8 @@ class CallForm:
         text: the reply without its thinking. arguments: the arguments of each call that the parser
         has read; a start within them is text.
         """
-        begun = self._num_begun(text) - sum(map(self._num_begun, arguments))
+        # A thought stays in the text if no parser of thoughts is used.
+        begun = self._num_begun(visible_text(text)) - sum(map(self._num_begun, arguments))
         return begun > (1 if self.is_single_list else len(arguments))
 
     def _num_begun(self, text: str) -> int:
@@ -50,14 +62,16 @@ class CallForm:
             return 0
         start = re.escape(self.start)
         # A start that is doubled, or that begins a group, begins no call of its own.
-        either = rf"{start}(?!\s*{start})"
+        either = rf"{start}(?!{_SPACE}{start})(?={_SPACE}(?:{self.body}))"
         if self.call_start is not None:
             call = re.escape(self.call_start)
-            either = rf"{call}|{either}(?![^<]*{call})"
+            either = rf"{call}(?={self.call_body})|{either}(?![^<]*{call})"
         pattern = re.compile(rf"(?:{either})\s*")
         num_begun = position = 0
         while (found := pattern.search(text, position)) is not None:
-            length, position = _json_list(text, found.end())
+            length, position = 1, found.end()
+            if self.has_json_list:
+                length, position = _json_list(text, position)
             num_begun += max(1, length)
         return num_begun
 
@@ -78,34 +92,62 @@ CALL_FORMS = (
         parser="minimax_m2",
         start="<minimax:tool_call>",
         call_start="<invoke",
+        body=_TAGGED,
+        call_body=r"\s+[^\s<>]+(?:>|\s*<parameter)",
         signs=("<minimax:tool_call>",),
     ),
     CallForm(
         parser="seed_oss",
         start="<seed:tool_call>",
         call_start="<function=",
+        body=_TAGGED,
+        call_body=r"[^\s<>]+>",
         signs=("<seed:tool_call>",),
     ),
-    CallForm(parser="qwen3_xml", start=OPEN, call_start="<function=", signs=(OPEN, "<function=")),
-    CallForm(parser="glm47", start=OPEN, signs=(OPEN, "<arg_key>")),
+    CallForm(
+        parser="qwen3_xml",
+        start=OPEN,
+        call_start="<function=",
+        body=_TAGGED,
+        call_body=r"[^\s<>]+>",
+        signs=(OPEN, "<function="),
+    ),
+    CallForm(
+        parser="glm47",
+        start=OPEN,
+        body=rf"[{{\[]|(?:[^\s<]+{_SPACE})?<arg_key>|[^\s<]+{_SPACE}</tool_call>",
+        signs=(OPEN, "<arg_key>"),
+    ),
     USUAL,
-    CallForm(parser="mistral", start="[TOOL_CALLS]", signs=("[TOOL_CALLS]",)),
+    CallForm(
+        parser="mistral",
+        start="[TOOL_CALLS]",
+        body=r"[{\[]|[^\s\[{]+\s*(?:\[ARGS\]|\{)",
+        signs=("[TOOL_CALLS]",),
+        has_json_list=True,
+    ),
     CallForm(
         parser="kimi_k2",
         start="<|tool_calls_section_begin|>",
         call_start="<|tool_call_begin|>",
+        body=_TAGGED,
+        call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\|tool_call_argument_begin\|>)",
         signs=("<|tool_calls_section_begin|>",),
     ),
     CallForm(
         parser="deepseek_v3",
         start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
         call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
+        body=_TAGGED,
+        call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\uff5ctool\u2581sep\uff5c>)",
         signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"),
     ),
     CallForm(
         parser="deepseek_v31",
         start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
         call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
+        body=_TAGGED,
+        call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\uff5ctool\u2581sep\uff5c>)",
         signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
     ),
     CallForm(parser="cohere_command3", start="<|START_ACTION|>", signs=("<|START_ACTION|>",)),
@@ -115,22 +157,31 @@ CALL_FORMS = (
         signs=("<|tool_call_start|>",),
         is_single_list=True,
     ),
-    CallForm(parser="gemma4", start="<|tool_call>", signs=("<|tool_call>",)),
-    CallForm(parser="granite", start="<|tool_call|>", signs=("<|tool_call|>",)),
     CallForm(
-        parser="functiongemma", start="<start_function_call>", signs=("<start_function_call>",)
+        parser="gemma4", start="<|tool_call>", body=rf"call:|{_NAMED}", signs=("<|tool_call>",)
     ),
-    CallForm(parser="apertus", start="<|tools_prefix|>", signs=("<|tools_prefix|>",)),
+    CallForm(parser="granite", start="<|tool_call|>", signs=("<|tool_call|>",), has_json_list=True),
+    CallForm(
+        parser="functiongemma",
+        start="<start_function_call>",
+        body=rf"call:|{_NAMED}",
+        signs=("<start_function_call>",),
+    ),
+    CallForm(
+        parser="apertus", start="<|tools_prefix|>", signs=("<|tools_prefix|>",), has_json_list=True
+    ),
     CallForm(parser="longcat", start="<longcat_tool_call>", signs=("<longcat_tool_call>",)),
     CallForm(
         parser="olmo3",
         start="<function_calls>",
+        body=r"[\w.]+\s*\(",
         signs=("<function_calls>",),
         is_single_list=True,
     ),
     CallForm(
         parser="llama3_json",
         start="<|python_tag|>",
+        body=r"\{|[\w.]+\s*\(",
         signs=('{"name": function name, "parameters": ',),
     ),
     CallForm(parser="pythonic", start=None, signs=("[func_name1(params_name1=params_value1",)),

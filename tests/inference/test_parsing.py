@@ -16,7 +16,7 @@ from worlds.models import reply_parsing
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.policy import ParsedCall, ParsedReply
 from actors.environment.protocol import MalformedCall, ToolCall, ToolSchema
-from actors.environment.template_traits import CALL_FORMS
+from actors.environment.template_traits import CALL_FORMS, form_of
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.types import Dtype
 from service.config.preflight import registered_parsers
@@ -198,11 +198,18 @@ class Written:
     before: str = ""
     between: str = "\n"
     after: str = ""
+    mentions: tuple[str, ...] = ("thought", "before", "after")
+    """Where the parser reads a good call beside prose that mentions the start."""
     mark: str
     """The text that begins a call; a city may have it in its name, unless it is empty."""
 
     def reply(self, *calls: str) -> str:
         return self.before + self.between.join(calls) + self.after
+
+    @property
+    def start(self) -> str:
+        text = self.before + self.call
+        return next(form.start for form in CALL_FORMS if form.start and text.startswith(form.start))
 
     def weather(self, city: str) -> str:
         return self.call.replace("{}", city)
@@ -210,7 +217,11 @@ class Written:
 
 JSON_CALL = '{"name": "weather", "arguments": {"city": "{}"}}'
 XML_CALL = "\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n"
-XML_UNREAD = ("\noops\n", '\n{"name": "population", "arguments": {"city": "Rome"}}\n')
+XML_UNREAD = (
+    "\n<oops>\n",
+    '\n{"name": "population", "arguments": {"city": "Rome"}}\n',
+    '\n{"name": "population", "argu',
+)
 IN_LIST = ('"population"', "{}", "7")
 BEGIN, SEP, END = (
     f"<\uff5ctool\u2581{each}\uff5c>" for each in ("call\u2581begin", "sep", "call\u2581end")
@@ -229,6 +240,7 @@ QWEN = Written(
     mark="<tool_call>\n<function=x>",
 )
 GLM = Written(
+    mentions=("after",),
     call="<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
     unread=(
         "<tool_call>\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>",
@@ -239,6 +251,7 @@ GLM = Written(
 )
 WRITTEN = {
     "hermes": Written(
+        mentions=(),
         call=f"<tool_call>{JSON_CALL}</tool_call>",
         unread=("<tool_call>oops</tool_call>", '<tool_call>{"name": "population"}</tool_call>'),
         mark="<tool_call>",
@@ -258,7 +271,7 @@ WRITTEN = {
         unread=(
             '<invoke name="population"\n<parameter name="city">Rome</parameter>\n</invoke>',
             '<invoke population>\n<parameter name="city">Rome</parameter>\n</invoke>',
-            "</minimax:tool_call><minimax:tool_call>oops</minimax:tool_call><minimax:tool_call>",
+            "</minimax:tool_call><minimax:tool_call>{oops}</minimax:tool_call><minimax:tool_call>",
         ),
         after="\n</minimax:tool_call>",
         mark="<invoke name=",
@@ -291,7 +304,7 @@ WRITTEN = {
     "gemma4": Written(
         between="",
         call='<|tool_call>call:weather{city:<|"|>{}<|"|>}<tool_call|>',
-        unread=("<|tool_call>population Rome<tool_call|>",),
+        unread=("<|tool_call>population{Rome}<tool_call|>",),
         mark="<|tool_call>",
     ),
     "functiongemma": Written(
@@ -301,6 +314,7 @@ WRITTEN = {
         mark="<start_function_call>",
     ),
     "longcat": Written(
+        mentions=(),
         call=f"<longcat_tool_call>{JSON_CALL}</longcat_tool_call>",
         unread=("<longcat_tool_call>oops</longcat_tool_call>",),
         mark="<longcat_tool_call>",
@@ -314,9 +328,10 @@ WRITTEN = {
         mark="<|tool_call|>",
     ),
     "mistral [ARGS]": Written(
-        between="", call='[TOOL_CALLS]weather[ARGS]{"city": "{}"}', unread=(), mark=""
+        mentions=(), between="", call='[TOOL_CALLS]weather[ARGS]{"city": "{}"}', unread=(), mark=""
     ),
     "mistral": Written(
+        mentions=("after",),
         before="[TOOL_CALLS][",
         between=", ",
         call=JSON_CALL,
@@ -325,6 +340,7 @@ WRITTEN = {
         mark="",
     ),
     "apertus": Written(
+        mentions=("after",),
         before="<|tools_prefix|>[",
         between=", ",
         call='{"weather": {"city": "{}"}}',
@@ -333,6 +349,7 @@ WRITTEN = {
         mark="<|tools_prefix|>",
     ),
     "lfm2": Written(
+        mentions=("after",),
         before="<|tool_call_start|>[",
         between=", ",
         call='weather(city="{}")',
@@ -344,6 +361,7 @@ WRITTEN = {
         mark="<|tool_call_start|>",
     ),
     "olmo3": Written(
+        mentions=("after",),
         before="<function_calls>",
         call='weather(city="{}")',
         unread=("population", "weather()</function_calls>\n<function_calls>population()"),
@@ -368,6 +386,15 @@ def check_parser(written: Written, parse_all: Callable[[list[str]], list[ParsedR
         written.reply(one, two, one): ["Oslo", "Rome", "Oslo"],
         written.reply(written.weather(marked), two): [marked, "Rome"],
     }
+    start = written.start
+    proses = [f"see {start} here", *([f"{start}</{start[1:]}"] if start[1].isalpha() else [])]
+    for prose in proses:
+        if "thought" in written.mentions:
+            good[f"<think>{prose}</think>{written.reply(one)}"] = ["Oslo"]
+        if "before" in written.mentions:
+            good[f"{prose}\n{written.reply(one)}"] = ["Oslo"]
+        if "after" in written.mentions:
+            good[f"{written.reply(one)}\n{prose}"] = ["Oslo"]
     for parsed, cities in zip(parse_all(list(good)), good.values(), strict=True):
         found = [
             json.loads(call.arguments) for call in parsed.calls if isinstance(call, ParsedCall)
@@ -384,6 +411,16 @@ def check_parser(written: Written, parse_all: Callable[[list[str]], list[ParsedR
     for text, parsed in zip(bad, parse_all(bad), strict=True):
         assert [type(call) for call in parsed.calls] == [MalformedCall], text
         assert "".join(parsed.content.split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "parser", ["qwen3_xml", "seed_oss", "glm47", "minimax_m2", "gemma4", "functiongemma"]
+)
+def test_a_list_after_a_start_in_an_argument_begins_no_calls(parser: str) -> None:
+    written, form = WRITTEN[parser], form_of(parser)
+    city = f'see {written.start}["a", "b"] here'
+    text = written.reply(written.weather(city))
+    assert form is not None and not form.has_unread(text, [json.dumps({"city": city})])
 
 
 def test_every_form_of_calls_that_a_start_begins_is_written_below() -> None:
