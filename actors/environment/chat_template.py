@@ -404,21 +404,25 @@ def _paired(
 ) -> tuple[dict[int, Message], tuple[Message, ...]]:
     """Find the result of each call among the messages that follow the calls.
 
-    A result without an id answers the first call that has no result.
+    The results with an id answer the calls with this id, in order. A result without an id answers
+    the first call that has no result; so does every result if no call has an id.
     Returns: the result of each call, by the call's index; and all other messages, in order.
     """
-    indices = {call_id: index for index, (call_id, _) in enumerate(calls) if call_id}
+    indices: dict[str, list[int]] = {}
+    for index, (call_id, _) in enumerate(calls):
+        if call_id:
+            indices.setdefault(call_id, []).append(index)
     results: dict[int, Message] = {}
     rest = []
     for message in answer:
-        index = indices.get(message.tool_call_id or "") if message.role is Role.TOOL else None
-        if index is None or index in results:
-            rest.append(message)
+        same = indices.get(message.tool_call_id or "") if message.role is Role.TOOL else None
+        if same:
+            results[same.pop(0)] = message
         else:
-            results[index] = message
+            rest.append(message)
     others = []
     for message in rest:
-        is_nameless = message.role is Role.TOOL and not message.tool_call_id
+        is_nameless = message.role is Role.TOOL and not (indices and message.tool_call_id)
         unanswered = [index for index in range(len(calls)) if index not in results]
         if is_nameless and unanswered:
             results[unanswered[0]] = message

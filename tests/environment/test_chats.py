@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,33 @@ def test_a_message_of_weight_0_is_context_only() -> None:
     messages = [each | {"weight": 0} if each["content"] == "6" else each for each in CHAT]
     [text] = trained(build_tokenizer(), messages)
     assert "<|assistant|>6<|end|>" in text and text.endswith("{5<|end|>}")
+
+
+@pytest.mark.parametrize(
+    ("call_ids", "result_ids", "shown_order"),
+    [
+        (("call_f", "call_f"), ("call_f", "call_f"), "12"),
+        ((None, None), ("a", "b"), "12"),
+        ((None, None), (None, None), "12"),
+        (("a", "b"), ("b", "a"), "21"),
+        (("a", "b"), (None, None), "12"),
+        (("a", "a", "b"), ("b", "a", "a"), "231"),
+        # The calls after the last result may lack a result.
+        (("call_f", "call_f"), ("call_f",), "1"),
+    ],
+)
+def test_results_of_calls_whose_ids_repeat_or_are_missing_are_paired_in_order(
+    call_ids: tuple[str | None, ...], result_ids: tuple[str | None, ...], shown_order: str
+) -> None:
+    function = {"name": "lookup", "arguments": {}}
+    calls = [{"function": function, **({"id": each} if each else {})} for each in call_ids]
+    results = [
+        {"role": "tool", "content": f"{number}", **({"tool_call_id": each} if each else {})}
+        for number, each in enumerate(result_ids, start=1)
+    ]
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    [text] = trained(build_tokenizer(), [ASKED, said, *results, CHAT[4]])
+    assert "".join(re.findall(r"<\|tool\|>(\d)<", text)) == shown_order
 
 
 def test_calls_are_trained_and_their_results_are_not() -> None:
