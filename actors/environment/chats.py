@@ -35,8 +35,17 @@ from actors.types import FinishReason, Sample, TokenIds, Turn, VersionSpan
 
 # A message after a reply, for templates that end a reply only if another message follows.
 _NEXT = Message(role=Role.USER, content="0")
-# Fields by which other libraries mark replies that are not trained, such as loss and train.
-_MARK_OF_LOSS = re.compile(r"(?:^|_)(?:loss|train|mask)", re.IGNORECASE)
+# Fields by which other libraries mark replies that are not trained, such as loss and train: by 0 or
+# false, by a weight, or by a list of parts.
+_TRAINED_IF_TRUE = re.compile(
+    r"(?:is_)?(?:loss|train|training|trainable|trained|mask)"
+    r"(?:_masks?|_weight|_scale|_detail|_on_turn)?",
+    re.IGNORECASE,
+)
+# The same, by 1 or true. Libraries read `mask` in both ways.
+_TRAINED_IF_FALSE = re.compile(
+    r"(?:is_|loss_)?masked|mask|(?:no|ignore|skip|mask)_(?:loss|train|training)", re.IGNORECASE
+)
 
 
 class BadChat(ValueError):
@@ -298,7 +307,7 @@ def read_chats(
 
 def _message(row: Mapping[str, Any], number: int) -> Message:
     for name, value in row.items():
-        if value is not None and _MARK_OF_LOSS.search(name):
+        if row["role"] == Role.ASSISTANT and _is_left_out(name, value):
             raise BadChat(
                 f"messages[{number}]: got the field {name}, expected weight, which is 0 for a "
                 f"reply that is context only; write weight, and remove {name} from all messages"
@@ -307,6 +316,18 @@ def _message(row: Mapping[str, Any], number: int) -> Message:
         return chat_message(row)
     except (TypeError, ValueError) as error:
         raise BadChat(f"messages[{number}]: {error}") from error
+
+
+def _is_left_out(name: str, value: Any) -> bool:
+    """Return whether another library would not train a reply that has this field, or only a part.
+
+    Example: _is_left_out("train", False), _is_left_out("masked", True) -> True, True
+    """
+    if value in (None, "", [], {}):
+        return False
+    return (_TRAINED_IF_TRUE.fullmatch(name) is not None and value != 1) or (
+        _TRAINED_IF_FALSE.fullmatch(name) is not None and value != 0
+    )
 
 
 def _tools(given: Any) -> tuple[ToolSchema, ...]:

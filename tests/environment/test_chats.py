@@ -277,16 +277,48 @@ def test_columns_of_other_names_are_read(tmp_path: Path) -> None:
     assert sample.num_trained == 4
 
 
-@pytest.mark.parametrize("name", ["loss", "train", "training", "trainable", "loss_mask", "masked"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", False),
+        ("train", False),
+        ("training", 0),
+        ("trainable", False),
+        ("loss_mask", 0),
+        ("loss_weight", 0.5),
+        ("train_on_turn", False),
+        ("train_detail", [{"begin_offset": 0, "end_offset": 0, "train": False}]),
+        ("masked", True),
+        ("mask", False),
+        ("mask", True),
+        ("ignore_loss", True),
+    ],
+)
 def test_a_reply_that_another_field_than_weight_leaves_out_is_refused(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, value: object
 ) -> None:
     """Other libraries mark untrained replies by such a field."""
-    marked = [each | {name: False} if each["content"] == "6" else each for each in CHAT]
+    marked = [each | {name: value} if each["content"] == "6" else each for each in CHAT]
     with pytest.raises(BadTaskFile, match=rf"row 2: messages\[2\]: .* {name}, expected weight"):
         read(tmp_path, [GOOD, {"messages": marked}])
     # Arrow gives all messages of a column the same fields.
     assert read(tmp_path, [{"messages": [each | {name: None} for each in CHAT]}])
+    others = [each | {name: value} if each["role"] != "assistant" else each for each in CHAT]
+    assert read(tmp_path, [{"messages": others}])
+
+
+def test_a_field_that_leaves_no_reply_out_is_accepted_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {
+        **dict.fromkeys(("train", "loss", "trainable"), True),
+        **dict.fromkeys(("loss_mask", "loss_weight"), 1.0),
+        **dict.fromkeys(("masked", "no_loss"), False),
+        **dict.fromkeys(("training_source", "train_split", "trainer", "lossless"), "web"),
+        **dict.fromkeys(("mask_id", "masked_text", "pii_masked"), "web"),
+    }
+    assert read(tmp_path, [{"messages": [each | fields for each in CHAT]}])
+    assert all(any(f"the field {name}," in text for text in caplog.messages) for name in fields)
 
 
 def test_a_field_of_a_message_that_is_not_read_is_reported_once(
