@@ -63,6 +63,9 @@ _NAMED_PROBES = {
     Role.ASSISTANT: (_PROBE[0], replace(_SPEAKING_PROBE[1], tool_calls=(), name=_NAME), _PROBE[0]),
 }
 
+# Names that say no more than the role, in lower case.
+_ROLE_NAMES = {Role.SYSTEM: ("", "system", "developer"), Role.USER: ("", "user")}
+
 _Calls = tuple[tuple[str, str], ...]
 """Id and name of each call."""
 
@@ -152,23 +155,26 @@ class ChatTemplate:
             role for role, probe in probes if _NAME in self._try_form(_USUAL_CALL_FORM, probe)
         )
 
-    def check_chat(self, messages: Sequence[Message], *, reply: Message | None = None) -> None:
+    def check_chat(self, messages: Sequence[Message], *, history: Sequence[Message] = ()) -> None:
         """Check that the policy can see who speaks, and which call each result answers.
 
         The policy's own replies have no names, so that a name of the assistant may be left out.
-        Args: reply: the policy's reply before the messages, if they follow one.
-        Raises: RenderError if `check_results` does, or if the template does not show the name of a
-            user's or system message. A name that repeats the role need not be shown.
+        Args: history: the chat before the messages; empty, or it ends with the policy's reply.
+        Raises: RenderError if `check_results` does, or if user's or system messages have two names
+            and the template does not show them. No name, or the role's, counts as one name.
         """
-        for message in messages:
-            name, role = message.name, message.role
-            if name in (None, "", role) or role in (Role.ASSISTANT, Role.TOOL):
-                continue
-            if not self.shows_author(role):
+        for role, no_names in _ROLE_NAMES.items():
+            given = [each.name or "" for each in (*history, *messages) if each.role is role]
+            names = {name.casefold(): name for name in given}
+            named = [name for folded, name in names.items() if folded not in no_names]
+            has_two = len(named) > 1 or (named and len(names) > len(named))
+            if has_two and not self.shows_author(role):
                 raise RenderError(
-                    f"got the name {name[:_SHOWN_ID]!r} of a message of role {role}, but the chat "
-                    "template does not show it; write the name into content, or remove it"
+                    f"got the name {named[0][:_SHOWN_ID]!r} of a message of role {role}, and "
+                    "another name or none in another such message, but the chat template does not "
+                    "show who speaks; write the names into content, or remove them"
                 )
+        reply = history[-1] if history else None
         calls = reply.call_texts if reply else ()
         self.check_results(messages, [(call_id, name) for call_id, name, _ in calls])
 

@@ -265,7 +265,7 @@ class _Episode:
     def _extend(
         self, turn: Turn, history: list[Message], result: StepResult, start: Observation
     ) -> TokenIds:
-        self._check_chat("step", result.messages, reply=history[-1])
+        self._check_chat("step", result.messages, history=history)
         try:
             extension = self._renderer.extend(
                 turn.prompt_token_ids,
@@ -283,11 +283,11 @@ class _Episode:
         return extension.prompt_token_ids
 
     def _check_chat(
-        self, method: str, messages: Sequence[Message], *, reply: Message | None = None
+        self, method: str, messages: Sequence[Message], *, history: Sequence[Message] = ()
     ) -> None:
         """End the episode if the policy could not see who speaks or what a result answers."""
         try:
-            self._renderer.template.check_chat(messages, reply=reply)
+            self._renderer.template.check_chat(messages, history=history)
         except RenderError as error:
             raise _Ended(Outcome.ENVIRONMENT_ERROR, f"{method}: {describe(error)}") from error
 

@@ -352,7 +352,7 @@ def test_the_table_begins_with_the_largest_difference() -> None:
 def test_a_prompt_whose_name_the_template_does_not_show_is_not_played(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompt = [{"role": "user", "name": "Ada", "content": "1 + 2?"}]
+    prompt = [{"role": "user", "name": name, "content": "1 + 2?"} for name in ("Ada", "Bob")]
     row = {"task_id": "named", "prompt": prompt, "answer": "3"}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     assert run_try(TryRequest(config=config_of(), num_tasks=1, answer="answer")) == 1

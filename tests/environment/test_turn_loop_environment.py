@@ -376,11 +376,12 @@ def test_a_flag_that_is_not_a_boolean_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["reset", "step"])
-async def test_a_name_that_the_template_does_not_show_is_an_environment_error(method: str) -> None:
+async def test_a_second_name_that_the_template_hides_is_an_environment_error(method: str) -> None:
     named = Message(role=Role.USER, content="guess", name="Ada")
     environment = FakeEnvironment(StepResult(messages=(named,)), DONE)
     if method == "reset":
-        environment = FakeEnvironment(DONE, on_reset=returning(Observation(messages=(named,))))
+        seen = Observation(messages=(*HELLO.messages, named))
+        environment = FakeEnvironment(DONE, on_reset=returning(seen))
     trajectory = await play(environment)
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
     assert trajectory.detail.startswith(f"{method}: RenderError: got the name 'Ada' of a message")
