@@ -48,7 +48,7 @@ from actors.environment.tasks import (
 )
 from actors.environment.template_traits import call_form
 from actors.options import user_code
-from actors.types import SESSION, Task
+from actors.types import SESSION, Task, TokenIds
 from actors.user_code import closing, describe, location, note_of_close, root_cause, type_of
 from service.config.file import ConfigError
 from service.config.model_files import check_prompt_ids, renderer_of, vocabulary_size
@@ -271,15 +271,9 @@ def _fitting(
         messages = first_messages(task.data)
         if token := renderer.special_in(messages):
             special.append(f"{token!r} in {task.task_id}")
-        try:
-            renderer.template.check_chat(messages)
-            prompt = renderer.first_prompt(messages, tools)
-        except RenderError as error:
-            raise ConfigError(
-                f"model: its chat template cannot render the prompt of {task.task_id} (row "
-                f"{position + 1}): {error}"
-            ) from error
-        check_prompt_ids(prompt, vocabulary, renderer, what=f"the prompt of {task.task_id}")
+        what = f"the prompt of {task.task_id} (row {position + 1})"
+        prompt = _first_prompt(renderer, messages, tools, what=what)
+        check_prompt_ids(prompt, vocabulary, renderer, what=what)
         if prompt.shape[0] <= room:
             fitting.append(position)
     if special:
@@ -538,15 +532,24 @@ async def _ended(method: str, call: Awaitable[Any]) -> object:
 
 
 def _num_prompt_tokens(config: Config, model_path: str, observation: Observation) -> int:
-    try:
-        renderer = renderer_of(config, model_path)
-        _check_tools(config, renderer, observation.messages, observation.tools)
-        renderer.template.check_chat(observation.messages)
-        prompt = renderer.first_prompt(observation.messages, observation.tools)
-    except RenderError as error:
-        raise ConfigError(f"model: its chat template cannot render a prompt: {error}") from error
-    check_prompt_ids(prompt, vocabulary_size(Path(model_path)), renderer, what="the first prompt")
+    renderer, what = renderer_of(config, model_path), "the first prompt"
+    _check_tools(config, renderer, observation.messages, observation.tools)
+    prompt = _first_prompt(renderer, observation.messages, observation.tools, what=what)
+    check_prompt_ids(prompt, vocabulary_size(Path(model_path)), renderer, what=what)
     return int(prompt.shape[0])
+
+
+def _first_prompt(
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema], *, what: str
+) -> TokenIds:
+    try:
+        renderer.template.check_chat(messages)
+    except RenderError as error:
+        raise ConfigError(f"tasks: {what}: {error}") from error
+    try:
+        return renderer.first_prompt(messages, tools)
+    except RenderError as error:
+        raise ConfigError(f"model: its chat template cannot render {what}: {error}") from error
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:
@@ -567,10 +570,7 @@ def _schema_problem(schema: dict[str, Any]) -> str | None:
 
 
 def _check_tools(
-    config: Config,
-    renderer: ChatRenderer,
-    messages: Sequence[Message],
-    tools: Sequence[ToolSchema],
+    config: Config, renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema]
 ) -> None:
     if not tools:
         return

@@ -127,7 +127,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(
     rows = [{"prompt": prompt, "answer": "1"} for prompt in ("How much?", "What is <|image|>?")]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = asked(str(file), "tasks.evaluation_tasks=0")
-    words = r"the prompt of row-\w+ contains '<\|image\|>', token 512 .*only 512 tokens"
+    words = r"the prompt of row-\w+ \(row 2\) contains '<\|image\|>', token 512 .*only 512 tokens"
     with pytest.raises(ConfigError, match=words):
         open_tasks(config, model_path=str(model), tell=print)
 
@@ -194,24 +194,24 @@ def test_a_prompt_whose_result_would_be_read_as_that_of_another_call_is_refused(
     rows = [{"prompt": prompt, "answer": "3"} for prompt in ("How much?", chat)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = asked(str(file), "tasks.evaluation_tasks=0")
-    words = r"the prompt of row-\w+ \(row 2\): got no result for call 1 \(lookup\)"
+    words = r"tasks: the prompt of row-\w+ \(row 2\): got no result for call 1 \(lookup\)"
     with pytest.raises(ConfigError, match=words):
         open_tasks(config, model_path=small_model)
     # Another environment's first messages are checked when its first task is begun.
     seen = Observation(messages=tuple(map(chat_message, chat)))
     made = replace(config, tasks=TasksSettings(environment="guessing"))
-    with pytest.raises(ConfigError, match="cannot render a prompt: got no result for call 1"):
+    with pytest.raises(ConfigError, match="tasks: the first prompt: got no result for call 1"):
         check_prompt(made, small_model, seen)
 
 
 def test_a_prompt_with_a_name_that_the_template_does_not_show_is_refused(
     tmp_path: Path, data: str, small_model: str
 ) -> None:
-    chat = [{"role": "user", "name": "Ada", "content": "How much?"}]
+    chat = [{"role": "user", "name": name, "content": "How much?"} for name in ("Ada", "Bob")]
     file = tmp_path / "names.jsonl"
     rows = [{"prompt": prompt, "answer": "3"} for prompt in ("How much?", chat)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = asked(str(file), "tasks.evaluation_tasks=0")
-    words = r"row-\w+ \(row 2\): got the name 'Ada' .*; write the name into content, or remove it"
+    words = r"tasks: the prompt of row-\w+ \(row 2\): got the name 'Ada' .*; write the names into"
     with pytest.raises(ConfigError, match=words):
         open_tasks(config, model_path=small_model)

@@ -214,7 +214,7 @@ def test_a_base_model_without_a_template_setting_is_refused_with_the_remedy(
     ):
         check_prompt(config, path, observation)
     check_prompt(config_with(RAW, path=path), path, observation)
-    with pytest.raises(ConfigError, match="its chat template cannot render a prompt"):
+    with pytest.raises(ConfigError, match="its chat template cannot render the first prompt"):
         check_prompt(config_with("{{ messages[", path=path), path, observation)
 
 
