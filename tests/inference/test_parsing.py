@@ -177,6 +177,7 @@ def test_a_reply_that_cannot_be_parsed_stays_content(child: Child, family: str, 
 BORROWED = {"deepseek-r1:8b", "deepseek-v3.1:latest"}
 # Has the name of each published template.
 BASELINE = Path(__file__).parents[1] / "environment" / "template_baseline.json"
+PUBLISHED = sorted(set(json.loads(BASELINE.read_text())) - BORROWED)
 WEATHER, POPULATION = (
     ToolSchema(
         name=name,
@@ -444,7 +445,15 @@ def test_one_call_that_cannot_be_read_keeps_the_others_from_being_made(
 
 @pytest.mark.proof
 @pytest.mark.templates
-@pytest.mark.parametrize("name", sorted(set(json.loads(BASELINE.read_text())) - BORROWED))
+def test_parsers_written_above_fit_twenty_seven_published_templates(child: Child) -> None:
+    """Check it because the next test checks nothing for a template without such a parser."""
+    found = [child(reply_parsing.published_parser, name) for name in PUBLISHED]
+    assert sum(parser in WRITTEN for parser in found) == 27
+
+
+@pytest.mark.proof
+@pytest.mark.templates
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_one_unread_call_keeps_the_others_from_being_made_over_published_templates(
     child: Child, name: str
 ) -> None:
