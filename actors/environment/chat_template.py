@@ -167,8 +167,7 @@ class ChatTemplate:
             given = [each.name or "" for each in (*history, *messages) if each.role is role]
             names = {name.casefold(): name for name in given}
             named = [name for folded, name in names.items() if folded not in no_names]
-            has_two = len(named) > 1 or (named and len(names) > len(named))
-            if has_two and not self.shows_author(role):
+            if named and len(names) > 1 and not self.shows_author(role):
                 raise RenderError(
                     f"got the name {named[0][:_SHOWN_ID]!r} of a message of role {role}, and "
                     "another name or none in another such message, but the chat template does not "

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from actors.environment.chat_template import RenderError
@@ -69,7 +70,7 @@ class CallForm:
         pattern = re.compile(rf"(?:{either})\s*")
         num_begun = position = 0
         while (found := pattern.search(text, position)) is not None:
-            length, position = 1, found.end()
+            length, position = 0, found.end()
             if self.has_json_list:
                 length, position = _json_list(text, position)
             num_begun += max(1, length)
@@ -85,6 +86,15 @@ def _json_list(text: str, position: int) -> tuple[int, int]:
     return (len(value), end) if isinstance(value, list) else (0, position)
 
 
+_functions = partial(CallForm, call_start="<function=", body=_TAGGED, call_body=r"[^\s<>]+>")
+_DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_deepseek = partial(
+    CallForm,
+    start=_DEEPSEEK,
+    call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
+    body=_TAGGED,
+    call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\uff5ctool\u2581sep\uff5c>)",
+)
 USUAL = CallForm(parser="hermes", start=OPEN, signs=(OPEN,))
 # The first form whose signs are all present is taken, so a special case precedes its general form.
 CALL_FORMS = (
@@ -96,22 +106,8 @@ CALL_FORMS = (
         call_body=r"\s+[^\s<>]+(?:>|\s*<parameter)",
         signs=("<minimax:tool_call>",),
     ),
-    CallForm(
-        parser="seed_oss",
-        start="<seed:tool_call>",
-        call_start="<function=",
-        body=_TAGGED,
-        call_body=r"[^\s<>]+>",
-        signs=("<seed:tool_call>",),
-    ),
-    CallForm(
-        parser="qwen3_xml",
-        start=OPEN,
-        call_start="<function=",
-        body=_TAGGED,
-        call_body=r"[^\s<>]+>",
-        signs=(OPEN, "<function="),
-    ),
+    _functions(parser="seed_oss", start="<seed:tool_call>", signs=("<seed:tool_call>",)),
+    _functions(parser="qwen3_xml", start=OPEN, signs=(OPEN, "<function=")),
     CallForm(
         parser="glm47",
         start=OPEN,
@@ -134,22 +130,8 @@ CALL_FORMS = (
         call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\|tool_call_argument_begin\|>)",
         signs=("<|tool_calls_section_begin|>",),
     ),
-    CallForm(
-        parser="deepseek_v3",
-        start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
-        call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
-        body=_TAGGED,
-        call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\uff5ctool\u2581sep\uff5c>)",
-        signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"),
-    ),
-    CallForm(
-        parser="deepseek_v31",
-        start="<\uff5ctool\u2581calls\u2581begin\uff5c>",
-        call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
-        body=_TAGGED,
-        call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\uff5ctool\u2581sep\uff5c>)",
-        signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
-    ),
+    _deepseek(parser="deepseek_v3", signs=(_DEEPSEEK, "```json")),
+    _deepseek(parser="deepseek_v31", signs=(_DEEPSEEK,)),
     CallForm(parser="cohere_command3", start="<|START_ACTION|>", signs=("<|START_ACTION|>",)),
     CallForm(
         parser="lfm2",

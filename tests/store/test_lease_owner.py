@@ -49,7 +49,7 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def silent(store: RunStore, term: int, *, seconds: float) -> None:
-    """Set the last renewal of the lease to so many seconds before now."""
+    """Move the last renewal of the lease into the past by a number of seconds."""
     leases = tables.leases
     with write_under_way(store) as connection:
         connection.execute(update(leases).values(renewed_at=time.time() - seconds))

@@ -41,7 +41,7 @@ class Fault:
     """A fault that a chaos test can inflict on a run."""
 
     name: str
-    """What the fault does, such as "kill the queue"."""
+    """A description of the fault, such as "kill the queue"."""
     inflict: Callable[[Run], None]
     """Inflicts the fault, and returns when its cause is over; effects may last longer."""
     ends_command: bool = False
