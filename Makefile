@@ -10,6 +10,8 @@ LOCK := cpu
 LOCKED := $(PIP) install --quiet --no-deps --require-hashes
 
 .DEFAULT_GOAL := help
+# If Python does not store compiled modules, each of the tests' many processes compiles the project again.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup deps demo demo-tiny test chaos proof stack image mutants bench-merge bench-gateway bench-train bench-trl bench-recovery bench-start lint lock docs dashboards-shot page clean
 
 help: ## show the targets

@@ -226,7 +226,7 @@ def check_no_sft(run_dir: RunDir, *, what: str) -> None:
     if run_dir.chats_file.is_file():
         raise ConfigError(
             f"{f'{what} {run_dir.path}'.strip()}: got the directory of a supervised training, "
-            "expected that of a run; continue the training with `rayloom sft --resume "
+            "expected the directory of a run; continue the training with `rayloom sft --resume "
             f"{run_dir.path}`, or train its export with `rayloom train --model`"
         )
 

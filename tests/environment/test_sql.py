@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import time
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from actors.deadline import within
 from actors.environment.plugins.sql.environment import (
     Execution,
     QueryFailed,
@@ -175,10 +175,8 @@ ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) "
 async def test_an_endless_query_is_stopped_and_the_next_one_is_answered(
     execution: Execution, query: str
 ) -> None:
-    began = time.monotonic()
     with pytest.raises(QueryFailed, match=r"too long|memory"):
-        await execution.query(DATABASE, query, max_rows=5, limit_s=0.3)
-    assert time.monotonic() - began < 3.0
+        await within(60.0, execution.query(DATABASE, query, max_rows=5, limit_s=0.3))
     found = await execution.query(DATABASE, "SELECT count(*) FROM t", max_rows=5, limit_s=5.0)
     assert found.rows == [[3]]
 
