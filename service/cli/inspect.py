@@ -260,7 +260,10 @@ _COLUMNS = ("token", "text", "id", "is", "turn", "logprob", "version", "advantag
 
 
 def show(view: TrajectoryView, console: Console) -> None:
-    """Print a trajectory's facts, its text, and the table of its sampled and faulty tokens."""
+    """Print a trajectory's facts, its text, and a table of its sampled tokens.
+
+    The table also has the other tokens that have a fault (`service.inspect.view`).
+    """
     console.print(_heading(view))
     for sample in view.samples:
         console.print()

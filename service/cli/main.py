@@ -31,7 +31,10 @@ _RUNS = {"train", "serve", "sft"}
 
 @contextmanager
 def _help_outlet() -> Iterator[None]:
-    """Guard a block that prints a help page: a lost output does not end it with an error."""
+    """Guard a block that prints a help page, so that a closed pipe or terminal raises no error.
+
+    Example: in `rayloom --help | head -1`, `head` closes the pipe before the help is complete.
+    """
     with outlet(sys.__stdout__):
         try:
             yield
@@ -41,7 +44,7 @@ def _help_outlet() -> Iterator[None]:
 
 
 class _Group(TyperGroup):
-    """A group of commands whose help may be cut off."""
+    """A group of commands, whose help page ends without an error if its reader closes the pipe."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with _help_outlet():
@@ -104,7 +107,10 @@ def _shown(parameter: Any) -> str:
 
 
 def _unfit(parameter: Any, got: Any) -> str:
-    """Return what was got for a parameter, what is expected, and a remedy."""
+    """Return the text of an error about a parameter's invalid value.
+
+    Example: "got 'fast', expected one of own, norm; name one of them"
+    """
     kind = parameter.type_descriptor
     if kind.choices:
         known = [str(getattr(each, "value", each)) for each in kind.choices]

@@ -2,9 +2,9 @@
 
 A write fails if the terminal or pipe is closed, or if the output goes to a file whose disk is full.
 After the first failed write, the stream is redirected to /dev/null, so that later writes do not
-fail; the run's log keeps everything. If standard output failed for another reason than a closed
-pipe, a line on standard error says so. A character that the stream's encoding lacks is written as
-an escape, which is not a failure.
+fail; the run's log keeps everything. A line on standard error reports a failure of standard output,
+except a closed pipe. A character that the stream's encoding lacks is written as an escape, which is
+not a failure.
 This module imports no large package, so that the first line is printed before any slow import.
 """
 
@@ -56,14 +56,16 @@ def put(text: str) -> None:
 
 
 def is_output_lost() -> bool:
-    """Return whether text for standard output could not be written, also after a closed pipe."""
+    """Return whether any text for standard output was lost, for example in a closed pipe."""
     return sys.__stdout__ is None or bool(_failures)
 
 
 def code_after(code: int) -> int:
-    """Return the exit code of a command whose output is its result: 1, not 0, if it is cut off.
+    """Return the exit code for a command whose result is its output.
 
-    After a closed pipe, the code stays: its reader, such as `head`, wants no more lines.
+    code: the exit code if the output is complete. A 0 becomes 1 if a part of the output could not
+    be written, as on a full disk. A closed pipe changes nothing: its reader, such as `head`, wants
+    no more lines.
     """
     return code or (EXIT_CUT_OFF if any(map(_is_cut_off, _failures)) else 0)
 

@@ -131,10 +131,11 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether reward functions of single answers apply to a trajectory.
+    """Return whether to call the reward functions that score one answer at a time.
 
-    In the environments single_turn and tools, a run does not call these functions if the episode
-    ended without a reply to score. In other environments they always apply.
+    The functions are called for the trajectories for which a run would call them. In the
+    environments single_turn and tools, a run does not call them if the episode ended without a
+    reply to score. For other environments, return True.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):

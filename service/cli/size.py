@@ -147,11 +147,10 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 
 
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
-    """Return what the database needs in addition if the run is started with `rayloom serve`.
+    """Return the additional size of the database if the run is started with `rayloom serve`.
 
     num_turns_kept: number of ended sessions whose turns are still stored. These are the sessions of
-    all steps since the oldest checkpoint. of_experts: bytes for the experts of one token, from
-    `_expert_bytes`.
+    all steps since the oldest checkpoint. of_experts: the result of `_expert_bytes`.
     """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES

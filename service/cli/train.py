@@ -264,14 +264,14 @@ def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSigna
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
     """Tell the user how the run stands after a second signal, and return the exit code.
 
-    If the signal ended the run, say how to resume it. If the run was over already, and only its
-    parts had still to be ended, report how the run ended.
+    If the signal ended the run, say how to resume the run. If the run had ended before the signal,
+    and only its processes were still running, report how the run ended.
     """
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""
         say(f"interrupted: ended at once{how}", err=True)
         return EXIT_INTERRUPTED
-    # The run had ended; only its parts were not ended yet.
+    # The run had ended; only its processes were still running.
     reason = last.exit_reason or ""
     if last.phase == "failed":
         return _report_failure(reason, run_dir, worker_logs=worker_logs)

@@ -87,9 +87,10 @@ def _with_own_rows(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
 
 
 def path_text(given: object, *, what: str, expected: str = "a path") -> str:
-    """Return a path, given as a text or a Path, as a text with ~ expanded. Raises: ConfigError.
+    """Convert a str or Path to a str, and replace ~ by the home directory.
 
-    what: name of the argument, for errors.
+    what, expected: name of the argument, and what it should be, for the error.
+    Raises: ConfigError for any other type.
     """
     if isinstance(given, str | os.PathLike) and isinstance(text := os.fspath(given), str):
         return os.path.expanduser(text)
@@ -200,7 +201,10 @@ def _parsed(
 
 
 def _with_template(config: _Root) -> _Root:
-    """Replace a chat template's path by its text, which a resumed run then uses too."""
+    """Return the configuration with the text of the chat template in place of its path.
+
+    A run stores its configuration, so a resumed run uses the same text even if the file changed.
+    """
     given = config.model.chat_template
     if given is None or given == RAW or _SIGN in given:
         return config
@@ -296,10 +300,10 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of a setting that is itself a section; otherwise an empty schema.
+    """Return the JSON schema of a section, given the setting that has the section as its value.
 
-    Some settings map names that the user chooses to sections, such as `mixture`. For these, return
-    a schema that has each of the names in `value` as a property.
+    For a mapping of sections by names that the user chooses, such as `mixture`, return a schema
+    with one property for each name in `value`. For any other setting, return an empty schema.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:
@@ -391,7 +395,10 @@ _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
 
 
 def why_missing(path: Path | str) -> str:
-    """Return words for a path at which nothing is: it does not exist, or is a link to nowhere."""
+    """Return the reason why a path leads to no file: "does not exist", or what a link points to.
+
+    The reason is a predicate for error messages, which put the path before it.
+    """
     if not os.path.islink(path):
         return "does not exist"
     link = f"is a link to {os.readlink(path)}, which"

@@ -328,8 +328,8 @@ def check_architecture_once(
 def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
     """Return the name, modification time and header of each safetensors file in a directory.
 
-    The result changes whenever the check of the files must be repeated. It therefore includes files
-    that are not loaded, and the index file, with its content in place of a header, and the time 0.
+    `check_architecture_once` repeats its check if this result has changed. Files that are not
+    loaded are included too. So is the index file, as (name, 0, content).
     """
     found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
     beside = (file for file in directory.glob("*.safetensors") if file.is_file())

@@ -512,9 +512,10 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
 
 
 def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
-    """Return a method of a user's class in a form whose signature lacks `self`.
+    """Return a method of a user's class, bound so that its signature does not show `self`.
 
-    use: name of the class, for messages. Raises: ConfigError if there is no such method.
+    No instance of the class is made. use: name of the class, for messages.
+    Raises: ConfigError if there is no such method.
     """
     try:
         method = inspect.getattr_static(kind, name, None)

@@ -67,9 +67,9 @@ class SftConfig:
     sft: SftSettings
 
     def as_run(self, *, num_steps: int) -> Config:
-        """Return a run's configuration with this trainer, without engines and environments.
+        """Convert to the configuration of a run that has this trainer, but no engines or actors.
 
-        The checks of models, machines and schedules take such a configuration.
+        The functions that check models, machines and schedules can then be called with it.
         """
         return Config(
             run=RunSettings(name="sft", seed=self.sft.seed, steps=num_steps),

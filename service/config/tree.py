@@ -144,8 +144,10 @@ class Config:
     def outcome_policy(self) -> OutcomePolicy:
         """The rules that decide by a rollout's outcome whether it is retried and how it is trained.
 
-        A rule in `rollouts.outcomes` has precedence. With a critic, the rule for truncated rollouts
-        is otherwise `algorithm.critic.truncation_rule`. All other outcomes have their default rule.
+        The rule for an outcome is the first that exists:
+        1. the rule in `rollouts.outcomes`,
+        2. for truncated rollouts of a run with a critic, `algorithm.critic.truncation_rule`,
+        3. the outcome's default rule.
         """
         algorithm = self.algorithm
         of_critic = {}

@@ -269,12 +269,12 @@ async def _scored(
 async def _stepped(
     environment: Environment, task: Task, text: str, *, is_copied: bool
 ) -> tuple[Observation | None, tuple[Fate, str, float]]:
-    """Call `reset` and `step` of an environment once, with the answer `text`.
+    """Try an environment: call `reset`, and then `step` with the answer `text`.
 
     is_copied: whether the result must be picklable, as in a run whose environments are in worker
     processes.
-    Returns: the observation of `reset`, or None if `reset` raised; and a tuple of how the calls
-    ended, the problem in words, and 0.0, because the score is not needed.
+    Returns: the observation of `reset`, or None if `reset` raised; and the values of `Call.fate`,
+    `Call.text` and `Call.value`. The value is always 0.0, because the reward is not used.
     """
     begun = None
     try:
@@ -302,9 +302,10 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Call the environment's `score_group` with two equal answers.
+    """Try an environment's `score_group`: call it with two equal answers.
 
-    Returns: how the call ended, the problem in words, and 0.0, because the score is not needed.
+    Returns: the values of `Call.fate`, `Call.text` and `Call.value`. The value is always 0.0,
+    because the score is not used.
     """
     try:
         async with closing(environment.close):

@@ -407,8 +407,8 @@ def _contribution(
 ) -> Contribution:
     """Return the contribution of one trajectory, or of one group, to the step's updates.
 
-    parts: a pair for each update with these trajectories: their gradient, and the norm |G| of the
-    update's whole gradient.
+    entries: the trajectory, or the trained trajectories of the group. parts: for each update that
+    trained any of them, the pair (their gradient, norm |G| of the update's whole gradient).
     """
     return Contribution(
         entries=tuple(entries),
@@ -438,11 +438,11 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return, for each member of a group, which share of its advantage is its own.
+    """Return, for each member of a group, the share of its advantage that no other member causes.
 
-    The rest depends on a single other member. To find it, leave out each other member j in turn,
-    and compute the advantage A_i of member i again. The share is the least part that remains:
-    f_i = min(1, min_{j != i} |A_i without j| / |A_i|). It is 1 if A_i = 0, and in groups of two.
+    Leave out each other member j in turn, and compute the advantage A_i of member i again. The
+    share is the smallest remaining part: f_i = min(1, min_{j != i} |A_i without j| / |A_i|). If it
+    is small, a single other member causes most of A_i. It is 1 if A_i = 0, and in groups of two.
 
     Args: returns: [G] float, the members' returns. Returns: [G] float, in [0, 1].
     Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded

@@ -77,11 +77,11 @@ def tools_key(
 
 
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
-    """Return a hexadecimal digest of a request, by which a repetition of the request is recognised.
+    """Return a hexadecimal digest of a request; a repetition of the request has the same digest.
 
-    The digest includes the ids of tool calls and the reasoning, which the conversation's key leaves
-    out. Without them, two different requests could look like a repetition, because two replies with
-    the same text may differ only in these.
+    Unlike the conversation's key, the digest depends on the ids of tool calls and on the reasoning.
+    Two sampled replies may differ only in these, and requests that continue different replies are
+    no repetitions.
     Args: key: key of the whole conversation. tools: key of the tools.
     """
     shown = [

@@ -138,11 +138,11 @@ def _is_ended_by(
     judged: Node,
     named: int | None,
 ) -> bool:
-    """Return whether a refused request was the last request of the judged conversation.
+    """Return whether a refused request ended the rewarded conversation, and decides the outcome.
 
-    The refusal then decides the session's outcome. The judged conversation is the conversation of
-    the turn `judged`, which gets the session's reward. Later turns that only make a title do not
-    count.
+    The rewarded conversation is the conversation of the turn `judged`, which gets the session's
+    reward. It was not ended by the refusal if a later turn is trained, unless the later turn seems
+    to make a title.
     counted: the trained turns. named: number of the turn to which the client gave the reward; None
     if the client named no turn.
     """
@@ -306,9 +306,9 @@ def samples_of(
     samples: one of turns 0 and 1, one of turn 2.
 
     Args: turn_rewards: the rewards of single turns, by the number of the turn; rewards of untrained
-    turns are ignored. reward, components: the session's reward and its parts. One turn, the judged
-    turn, gets them in addition to its reward in `turn_rewards`. named: number of the turn to which
-    the client gave the session's reward; None: `judged_of` chooses the judged turn.
+    turns are ignored. reward, components: the session's reward and its parts, which are added to
+    the turn that `judged_of` returns. named: number of the turn to which the client gave the
+    session's reward; None if the client named no turn.
     """
     builder = SampleBuilder(trajectory_id)
     counted, by_turn = trained(tree), turn_rewards or {}
@@ -376,8 +376,8 @@ def _final_outcome(
 ) -> tuple[Outcome, str]:
     """Return a trajectory's outcome, and a text with the reason.
 
-    The outcome is STALE if a version older than `oldest_version` sampled a token. Otherwise, or if
-    a missing reward has made the session's outcome REWARD_ERROR, it is the session's outcome.
+    This is the session's outcome, or STALE if a version older than `oldest_version` sampled a
+    token. If the outcome is REWARD_ERROR because the reward is missing, it never becomes STALE.
     """
     versions = trajectory.versions
     is_missing = end.outcome is Outcome.REWARD_ERROR and end.reward is None
@@ -413,10 +413,10 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 def _starts_over(node: Node, root: Node) -> bool:
     """Return whether the conversation that begins with `root` repeats or continues the turn `node`.
 
-    If so, the turn did not make a title for this conversation. The conversation repeats the turn if
-    it has the same tools and begins with the turn's messages, followed by nothing or by an
-    assistant message. It continues the turn if one of its assistant messages quotes the turn's
-    reply.
+    Such a turn belongs to the task, and is not a title for the conversation.
+    - Repeats: both have the same tools, and the conversation begins with the turn's messages,
+      followed by nothing or by an assistant message.
+    - Continues: an assistant message of the conversation quotes the turn's reply.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:

@@ -207,11 +207,11 @@ class Sampler:
         return self._turn(pending, prompt, turn, reply, tree)
 
     def with_shown_names(self, request: ChatRequest) -> ChatRequest:
-        """Return a request without the names of authors that the chat template does not show.
+        """Return a request without the authors' names that the chat template does not show.
 
-        An assistant's name is dropped, because the policy's own replies have none. So is a name
-        that repeats the role. Raises: Refused for another name of a user's or system message,
-        unless `sessions.unsupported` is ignore.
+        An assistant's name and a name that only repeats the role are dropped. For any other name,
+        the setting `sessions.unsupported` decides whether it is dropped or refused. Raises:
+        Refused.
         """
         template = self._renderer.under(request.template_options).template
         messages, ignored = list(request.messages), request.ignored
@@ -436,16 +436,17 @@ def _as_message(
     turn_id: str,
     stop: tuple[str, ...],
 ) -> tuple[Message, bool, str]:
-    """Return the client's message, whether the reply is malformed, and the stop string that cut it.
+    """Return the message for the client, whether it is malformed, and the stop string that cut it.
 
-    A reply is malformed if one of its tool calls is unreadable, has arguments that are not a JSON
-    object, or names an undeclared tool. Calls of undeclared tools are in the message, so that the
-    agent can report the error to its model. If another call is malformed, the message has no calls,
-    but the text as it was sampled: the policy sees all calls that it sampled, and could read the
-    result of one call as that of another.
+    The last value is empty if no stop string cut the text. After a cut the message has no calls.
+    A reply is malformed in two cases:
+    - A tool call is unreadable, or its arguments are not a JSON object. The message then has the
+      text as it was sampled, and no calls: if only some calls were executed, the policy could
+      mistake the result of one call for the result of another.
+    - A tool call names an undeclared tool. The message then has all calls, so that the agent can
+      report the error to the policy.
 
-    If a stop string cuts the text, the message has no calls, because they would come later. If none
-    cuts it, the third value is empty. text: the decoded reply, without its end tokens.
+    text: the decoded reply, without its end tokens.
     """
     if parsed is None:
         content, stopped = before_stop(text, stop)

@@ -387,12 +387,12 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Return the turns whose reply is the last sampled message of a conversation.
+        """Return the turns that a conversation may continue.
 
-        This is one turn, or none if no message of the conversation was sampled. It is several turns
-        if their conversations have equal texts up to the reply.
-        links: the digests of the conversation's messages. tools: if given, only turns with this
-        digest of their tools are returned.
+        Their reply is the conversation's last message that was sampled. Several turns are returned
+        if their texts are equal up to the reply, and none if no message was sampled.
+        links: the digests of the conversation's messages. tools: digest of the tools that the
+        turns must have; None allows any tools.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -492,10 +492,11 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 
 
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
-    """Return whether the first message of a new conversation is a request's `instructions`.
+    """Return whether a new conversation starts with a message made from a field `instructions`.
 
-    Call this for a request that begins a conversation. Such a request may still name an earlier
-    turn. If it has no field `instructions`, the earlier turn's instructions stay at the start.
+    request: the conversation's first request; its own field decides, if it has one. named: the
+    earlier turn that the request names. Without a field in the request, the message is copied from
+    that turn's conversation, if there is one.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed

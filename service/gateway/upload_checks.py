@@ -115,10 +115,11 @@ def _check_order(samples: Sequence[Sample]) -> None:
 
 
 def _check_duplicates(samples: Sequence[Sample]) -> None:
-    """Check that no token would be trained twice.
+    """Check that no sampled token is trained in two samples. Raises: Violation.
 
-    Two samples may contain the same turn: the same tokens after the same prompt. This is a
-    violation if both samples train some of these tokens with equal log-probabilities.
+    Two samples may contain the same turn, but only one of them may train it. Turns with equal
+    tokens after equal prompts are two different turns if their log-probabilities differ
+    (`_are_one`).
     """
     ends = sorted({turn.end for each in samples for turn in each.turns})
     seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
@@ -156,9 +157,10 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: Sample, right: Sample, turn: TurnSpan) -> bool:
-    """Return whether two samples contain the same sampled turn, and not only equal token ids.
+    """Return whether a turn was sampled once for both samples, and not twice with equal token ids.
 
-    This is so if the log-probabilities of the tokens that both samples train are equal.
+    Only tokens that both samples train are compared: all their log-probabilities must be equal.
+    Return False if there is no such token.
     """
     versions = left.versions[turn.tokens], right.versions[turn.tokens]
     trained = (versions[0] != NO_VERSION) & (versions[1] != NO_VERSION)
@@ -257,10 +259,10 @@ def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
 def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | None) -> Sample:
     """Return a copy of a sample with its parent, the earlier sample from which it branches off.
 
-    The parent is the earlier sample that shares the longest prefix with the sample's first prompt;
-    of several, the newest. Turns of an earlier sample that were sampled after this prompt was sent
-    are not compared. `SampleBuilder` chooses the parent by the same rule. stated: the client's
-    reason for the branch; None derives the reason from the token ids.
+    The parent is the earlier sample that shares the longest prefix with the prompt of the sample's
+    first turn; of several, the newest. Only tokens that existed before that turn was sampled are
+    compared. `SampleBuilder` chooses the parent by the same rule. stated: the client's reason for
+    the branch; None derives the reason from the token ids.
     """
     if not earlier:
         return sample

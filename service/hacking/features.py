@@ -193,8 +193,8 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
     """Return the token that ends most answers; -1 if no answer ended with the finish reason STOP.
 
-    An answer of a single token counts only if there are no longer answers. It may have been ended
-    by a stop string, and its token is then ordinary text.
+    If there are longer answers, answers of a single token do not count: a stop string may have
+    ended such an answer, so that the single token is ordinary text.
     """
     ended = [
         parts[-1]

@@ -364,9 +364,8 @@ def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None
     """Return how far a reward component's mean fell, as a share of `width`, and its earlier mean.
 
     Return None if the mean did not fall by more than the noise. The newest mean is compared with
-    the mean of all earlier steps, and then with the mean of the last LATELY_STEPS of these. The
-    second comparison finds a fall of a component that rose before, while the policy learnt: its
-    values spread widely over all steps, so that the first comparison takes the fall for noise.
+    all earlier steps. If this shows no fall, it is compared with the last LATELY_STEPS of them:
+    after a rise the values of all earlier steps spread widely, and a fall looks like noise.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -440,11 +439,12 @@ def _failures(window: Window) -> Finding | None:
 
 
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
-    """Return whether low rewards became so much rarer that failed rollouts may have replaced them.
+    """Return whether low rewards became rarer, as if failed rollouts had replaced them.
 
-    The share of low rewards must have decreased by more than chance explains. It must also have
-    decreased about as much as if each additional failed rollout had otherwise received a low
-    reward. failed: increase of the share of failed rollouts.
+    If each additional failed rollout would otherwise have got a low reward, the share of low
+    rewards falls by an amount that follows from `failed`. The share must have fallen by at least
+    FROM_BOTTOM of this amount, and by more than chance explains.
+    failed: increase of the share of failed rollouts.
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])

@@ -1,11 +1,12 @@
 """Audit a run's journal for reward hacking, during or after the run, and describe the findings.
 
-Called by `rayloom inspect --hacking`, and by the recorder for the steps of an earlier process.
+Used by `rayloom inspect --hacking`, and by the recorder, which audits a run while it trains: if a
+run is resumed, its new recorder reads the earlier steps and records by this module.
 
-`hacking.jsonl` in a run's directory has the audit's records, one in each line: findings, and
-verdicts. The file's size is bounded, because it keeps only the newest verdicts. A verdict must be
-stored, because the user's verifier may change; everything else can be computed again from the
-journal. The recorder of a run writes the file.
+`hacking.jsonl` in a run's directory has the audit's records, one in each line: findings, and the
+verdicts of the user's second verifier. The recorder writes this file. Only the newest verdicts are
+kept. Verdicts must be stored, because the user may change the verifier; everything else can be
+computed again from the journal.
 """
 
 from __future__ import annotations

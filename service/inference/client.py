@@ -63,9 +63,9 @@ class ReplicaAffinityRouter(RequestRouter):
     So the trajectories of a lost replica are distributed by load; each then stays with the replica
     that answered it (`GenerateRequest.replica`).
 
-    Serve's default router is not suitable: after it has chosen a replica for a call, it may send
-    another waiting call there. Serve imports this class by its name in each process that uses a
-    handle.
+    Serve's default router gives no such guarantee: it may choose a replica for one call, and then
+    send another waiting call to that replica. Serve imports this class by its name in each process
+    that uses a handle.
     """
 
     async def choose_replicas(
@@ -98,10 +98,10 @@ def engines_handle(app_name: str) -> DeploymentHandle[Any]:
 
 
 def as_answer(error: Failure) -> Failure:
-    """Return an error with the same message that can be pickled and sent to the client.
+    """Convert an error of an engine to an error that can be pickled and sent to the client.
 
-    The returned error is a PolicyUnavailable, PolicyDeadlineExceeded or ValueError. vLLM raises
-    subclasses of these, some of which cannot be pickled.
+    The result has the same message, and is a PolicyUnavailable, PolicyDeadlineExceeded or
+    ValueError. vLLM raises subclasses of these, some of which cannot be pickled.
     """
     for kind in (PolicyUnavailable, PolicyDeadlineExceeded):
         if isinstance(error, kind):
@@ -284,16 +284,15 @@ def _cancel_when_abandoned(task: asyncio.Task[None], batch: list[_Call]) -> None
 async def until_available(
     attempt: Callable[[], Awaitable[_Answered]], *, deadline_s: float, margin_s: float = 0.0
 ) -> _Answered:
-    """Repeat an attempt until an engine answers, for at most deadline_s, and return the answer.
+    """Call `attempt` until it succeeds, for at most deadline_s, and return its result.
 
-    Repeating is safe: a dead engine has returned none of the tokens that it sampled, and each
-    attempt sends the same token ids. The pauses between attempts avoid a busy loop while there is
-    no engine.
-    Args: margin_s: an attempt that still runs at the deadline is cancelled this many seconds later,
-    so that it has time to report the missed deadline itself.
-    Raises: PolicyUnavailable if the deadline passes, and an attempt found no engine or lost its
-    engine; PolicyDeadlineExceeded if the deadline passes otherwise. Any other error of an attempt
-    is raised at once.
+    A PolicyUnavailable of the attempt, which means that no engine answered, is followed by a pause
+    and the next attempt. Any other error is raised at once. Repeating a request is safe, because a
+    dead engine has returned none of the tokens that it sampled.
+    Args: margin_s: seconds after the deadline at which a running attempt is cancelled. Until then
+    it can report the missed deadline itself.
+    Raises: after the deadline, PolicyUnavailable if any attempt failed with PolicyUnavailable, else
+    PolicyDeadlineExceeded.
     """
     lost: PolicyUnavailable | None = None
 

@@ -103,8 +103,8 @@ def deploy_inference(
 class HaproxyIngress:
     """An ingress deployment in front of the engines' deployment; it receives no requests.
 
-    With HAProxy, Serve requires an ingress for each application with a request router, such as the
-    engines', even if no HTTP request can reach the application.
+    With HAProxy, Serve refuses an ingress that has a request router, as the engines' deployment
+    does. The engines' application therefore needs another ingress, although it has no HTTP route.
     """
 
     def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:

@@ -288,7 +288,8 @@ class PolicyEngine:
     ) -> None:
         """Receive a version in a broadcast, while sampling continues; then load it like `apply`.
 
-        Args: address: the address at which other members of the broadcast reach this node.
+        Args: seat: this engine's place in the broadcast. address: this node's address for the
+        other members of the broadcast.
         Raises: BroadcastFailed, with the engine unchanged; PolicyUnavailable as in `apply`.
         """
         progress = self._directory / seat.name

@@ -2,14 +2,12 @@
 
 Invariant: `ReplyParser.parse` never raises, whatever was sampled; text that cannot be parsed stays
 content. vLLM's parsers do not report failures. A turn therefore counts as malformed if its text
-begins a call but the parser found no call, or if its text begins more calls than the parser found.
-None of its calls is then made, because the policy could read the result of one call as that of
-another. The turn loop checks the calls that were found
-(`actors.environment.tool_calls.check_calls`).
+begins more calls than the parser found. None of its calls is then executed: with the results of
+only some calls, the policy could mistake one call's result for another's. The calls that were found
+are checked later (`actors.environment.tool_calls.check_calls`).
 
-The engine's replica imports this module after it has imported vLLM. In a process that has not yet
-imported vLLM, the import takes eleven seconds. The tokenizer is loaded with the first request that
-needs it.
+Importing this module takes eleven seconds if vLLM is not imported yet. The tokenizer is loaded with
+the first request that needs it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Read a run's journal, and find the trajectory with an id, without writing anything.
 
-If a run went back to a checkpoint, two terms may have written a file for the same step. The run's
-database records which of the two counts. If the journal was copied without the database, the file
-of the newest term counts.
+If a run went back to a checkpoint, it trained some steps twice, in two terms (a term lasts from a
+start or recovery of the run to its end). Such a step has a file from each term. The run's database
+records which file counts. If the journal was copied without the database, the file of the newest
+term counts.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
     """Return the parts of the run that were not undone, each with the ids of its refused rollouts.
 
-    A part has the steps of one term up to the step from which a later term continued. A term that
-    was undone completely has no part. A rollout is refused if the trainer refused its update,
-    because the update was not finite. The journal still records a refused rollout as trained,
-    because the journal was written before the update.
+    A part consists of the steps of one term that no later term has undone. Example: if term 1
+    trained the steps 1 to 4, and term 2 continued from step 2, the part of term 1 is steps 1 and 2.
+    A rollout is refused if the trainer refused its update because the update was not finite. The
+    journal, which was written before the update, still records the rollout as trained.
     Return None if the journal was copied without the database.
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """

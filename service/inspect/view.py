@@ -92,9 +92,10 @@ class Segment:
 class SampleView:
     """The view of one sample: one or more turns of a trajectory in one token sequence.
 
-    opening: the turns in the sample, and why the sample does not extend an earlier one. parent:
-    number of the sample from which this sample branches off; None if it shares no tokens with an
-    earlier sample. num_shared: number of tokens at the start that are equal to the parent's.
+    opening: text that names the sample's turns, and says why the first of them began a new sample.
+    parent: number of the sample from which this sample branches off; None if it shares no tokens
+    with an earlier sample. num_shared: number of tokens at the start that are equal to the
+    parent's.
     """
 
     title: str

@@ -1,6 +1,6 @@
 """The dialect of OpenAI's Chat Completions API.
 
-It has the field `reasoning_content` too, which is not OpenAI's: servers of open models use it.
+Messages also have the field `reasoning_content`, by which servers of open models extend this API.
 """
 
 from __future__ import annotations

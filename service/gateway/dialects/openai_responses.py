@@ -466,10 +466,10 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Return a reply's items: reasoning, message and calls.
+    """Return the items that show a reply to the client: reasoning, message and calls.
 
-    If there is no call, the message is included even if it is empty. So a client that sends the
-    items back always sends one that belongs to this turn.
+    A reply without calls always has a message item, even an empty one. Clients send the items back
+    in the next request, and the item's id then names this turn.
     """
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []

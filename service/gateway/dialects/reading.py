@@ -134,8 +134,7 @@ def read_fields(
 def ignore_or_refuse(ignored: list[str] | None, where: str, why: str) -> None:
     """Add an unsupported parameter to the list `ignored`, or refuse the request.
 
-    Raises: Refused, with the reason `why`, if `ignored` is None; Refused if the list is full
-    already.
+    why: the reason if it is refused. Raises: Refused if `ignored` is None or full.
     """
     if ignored is None:
         raise unsupported(where, why)
