@@ -216,9 +216,9 @@ class Client:
     # -- the run ------------------------------------------------------------------------------
 
     def feed(self, *, after: int = 0, limit: int = 100, wait_s: int = 0) -> FeedAnswer:
-        """Return the entries of the run's feed of events whose numbers are above `after`.
+        """Return entries of the run's event feed: those with numbers above `after`.
 
-        wait_s: if there is no such entry yet, seconds to wait for one.
+        limit: maximum number of entries. wait_s: seconds to wait if there is no such entry yet.
         """
         return self._ask(
             "GET",

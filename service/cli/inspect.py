@@ -262,7 +262,7 @@ _COLUMNS = ("token", "text", "id", "is", "turn", "logprob", "version", "advantag
 def show(view: TrajectoryView, console: Console) -> None:
     """Print a trajectory's facts, its text, and a table of its sampled tokens.
 
-    The table also has the other tokens that have a fault (`service.inspect.view`).
+    The table also has each token with a fault, such as a token that was trained but not sampled.
     """
     console.print(_heading(view))
     for sample in view.samples:

@@ -174,7 +174,7 @@ def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> 
 
 
 def _memory(config: Config, *, num: float, num_adapted: int | None) -> list[Need]:
-    """Return the memory that a rank of the trainer needs, and that published weights need.
+    """Return the memory for a rank of the trainer, and for the weights that the trainer publishes.
 
     num: parameters of the model. num_adapted: parameters of its adapters; None without LoRA.
     """

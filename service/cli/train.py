@@ -262,10 +262,10 @@ def _stay(ending: Ending, display: LineDisplay | LiveDisplay, signals: StopSigna
 
 
 def report_interrupt(last: RunStatus | None, run_dir: RunDir, *, worker_logs: Path) -> int:
-    """Tell the user how the run stands after a second signal, and return the exit code.
+    """Print the state of the run after a second stop signal, and return the exit code.
 
-    If the signal ended the run, say how to resume the run. If the run had ended before the signal,
-    and only its processes were still running, report how the run ended.
+    If the signal ended the run, print how to resume the run. If the run had ended before the
+    signal, and only its processes were still running, print how the run ended.
     """
     if last is None or not last.is_done:
         how = f"; resume with {_resume(run_dir)}" if run_dir.may_have_run() else ""

@@ -300,10 +300,10 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of a section, given the setting that has the section as its value.
+    """Return the JSON schema of the section that a setting holds; an empty schema if it holds none.
 
-    For a mapping of sections by names that the user chooses, such as `mixture`, return a schema
-    with one property for each name in `value`. For any other setting, return an empty schema.
+    Some settings, such as `mixture`, map names that the user chooses to sections. For them, return
+    a schema with one property for each name in `value`.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:
@@ -395,9 +395,9 @@ _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
 
 
 def why_missing(path: Path | str) -> str:
-    """Return the reason why a path leads to no file: "does not exist", or what a link points to.
+    """Return the predicate for an error about a path that leads to no file.
 
-    The reason is a predicate for error messages, which put the path before it.
+    Examples: "does not exist"; "is a link to /old/data, which does not exist".
     """
     if not os.path.islink(path):
         return "does not exist"

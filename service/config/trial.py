@@ -363,8 +363,8 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
 def _own_last(path: Sequence[str]) -> list[str]:
     """Return an import path with the working directory moved to its end.
 
-    Then the child imports the modules that it needs even if the user has files of the same names.
-    A later check refuses such files.
+    Otherwise a user's file with the name of a package would be imported in place of the package. A
+    later check refuses such files.
     """
     here = os.getcwd()
     return sorted((each or here for each in path), key=lambda each: each == here)

@@ -346,7 +346,7 @@ def _trajectories(
 ) -> tuple[Contribution, ...]:
     """Return the contribution of each trajectory to the step's updates.
 
-    own: the share from `own_shares` by trajectory id; 1 for a trajectory that is not in it.
+    own: the share from `own_shares` by trajectory id; it is 1 for all other trajectories.
     """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):

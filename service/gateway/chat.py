@@ -188,7 +188,7 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """Return the error for a body with the id of an item that no answer of the session has.
+    """Return the error for a body that names an unknown item: no answer of the session had its id.
 
     where: position of the id in the body.
     """

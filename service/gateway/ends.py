@@ -141,8 +141,8 @@ def _is_ended_by(
     """Return whether a refused request ended the rewarded conversation, and decides the outcome.
 
     The rewarded conversation is the conversation of the turn `judged`, which gets the session's
-    reward. It was not ended by the refusal if a later turn is trained, unless the later turn seems
-    to make a title.
+    reward. A trained turn after the refusal shows that the agent continued, but later turns that
+    seem to make a title do not count.
     counted: the trained turns. named: number of the turn to which the client gave the reward; None
     if the client named no turn.
     """

@@ -436,10 +436,10 @@ def _as_message(
     turn_id: str,
     stop: tuple[str, ...],
 ) -> tuple[Message, bool, str]:
-    """Return the message for the client, whether it is malformed, and the stop string that cut it.
+    """Return the message for the client, whether the reply is malformed, and the stop string.
 
-    The last value is empty if no stop string cut the text. After a cut the message has no calls.
-    A reply is malformed in two cases:
+    The stop string is the one that cut the text, or empty. After a cut the message has no calls.
+    The reply is malformed in two cases:
     - A tool call is unreadable, or its arguments are not a JSON object. The message then has the
       text as it was sampled, and no calls: if only some calls were executed, the policy could
       mistake the result of one call for the result of another.

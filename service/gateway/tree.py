@@ -403,10 +403,10 @@ class SessionTree:
     def _own(
         self, messages: Sequence[Message], links: Sequence[Link], *, parent: Node | None
     ) -> tuple[Message, ...]:
-        """Return a client's new messages, replaced by the tree's own copies if it has them.
+        """Return a client's new messages, with the tree's copies in place of those it knows.
 
-        A message that answers a tool call gets the call's id and name in the tree. parent: the turn
-        that the messages follow; None at the start of a conversation.
+        The answer to a tool call gets the id and the name that the call has in the tree. parent:
+        the turn that the messages follow; None at the start of a conversation.
         """
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]

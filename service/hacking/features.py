@@ -443,8 +443,8 @@ class Window:
 def noise(values: Floats) -> float:
     """Return the robust spread of earlier steps' values about their trend; NaNs are ignored.
 
-    The spread is computed from differences of neighbours. The variance of a difference is twice the
-    variance of a value.
+    To remove the trend, the spread is computed from the differences of neighbours. The variance of
+    a difference is twice the variance of a value.
     """
     steps = np.diff(values[~np.isnan(values)])
     return MAD_TO_SD * float(np.median(np.abs(steps))) / 2**0.5 if steps.size else float("nan")

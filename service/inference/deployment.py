@@ -103,8 +103,9 @@ def deploy_inference(
 class HaproxyIngress:
     """An ingress deployment in front of the engines' deployment; it receives no requests.
 
-    With HAProxy, Serve refuses an ingress that has a request router, as the engines' deployment
-    does. The engines' application therefore needs another ingress, although it has no HTTP route.
+    With HAProxy, Serve refuses an ingress that has a request router of its own. The engines'
+    deployment has one (`ReplicaAffinityRouter`), so that the application needs another ingress,
+    although it has no HTTP route.
     """
 
     def __init__(self, engines: DeploymentHandle[InferenceReplica]) -> None:

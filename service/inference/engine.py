@@ -474,7 +474,7 @@ def _engine_args(settings: EngineSettings, *, records_experts: bool) -> AsyncEng
 def _stages(
     began: float, ended: float, workers: Sequence[tuple[float, float, float]]
 ) -> StartStages:
-    """Return the duration of each stage of an engine's start, without stages that took none.
+    """Return the duration of each stage of an engine's start; leave out stages that took no time.
 
     began, ended: seconds since 1970. workers: each worker's `start_marks`; the slowest counts.
     """

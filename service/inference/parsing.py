@@ -252,7 +252,7 @@ class ReplyParser:
         )
 
     def _faults(self, text: str, tools: tuple[ToolSchema, ...]) -> tuple[MalformedCall, ...]:
-        """Return a text's malformed tool calls. vLLM's parser has found no call in this text."""
+        """Return the malformed tool calls of a text in which vLLM's parser has found no call."""
         if self._form is USUAL:
             found = parse_tool_calls(text, tools)
             if faults := tuple(call for call in found if isinstance(call, MalformedCall)):

@@ -4,9 +4,9 @@ The weight board is an actor of the run; the trainer publishes policy versions o
 constructor of a replica joins the board, starts the engine and loads the current version. Then the
 replica is ready, and a background task loads each new version.
 
-If the board has died, the replica waits for the board of the run's next term, which has the same
-name. If no board appears, the replica deletes its own application, which Serve would otherwise
-restart forever.
+If the board has died, the replica waits for the next board, which the run starts under the same
+name when it recovers or is resumed. If no board appears, the replica deletes its own application,
+which Serve would otherwise restart forever.
 Serve replaces a replica in two cases. The replica ends its own process if its engine or its
 background task has died, or if loading makes no progress. It fails its health check if the board
 does not answer for too long.
@@ -156,7 +156,7 @@ class InferenceReplica:
             await self._meet_next_board()
 
     async def _meet_next_board(self) -> None:
-        """Join the weight board of the run's next term.
+        """Join the next weight board, which the run starts when it recovers or is resumed.
 
         If no board appears in time, delete this replica's application and raise PolicyUnavailable.
         """

@@ -62,7 +62,9 @@ def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
         return None
     # SQLite removes the log of an empty database, so such a file must not be opened.
     if file is not None and file.stat().st_size == 0:
-        raise ConfigError(f"the database {database} is empty; expected that of a run; {_RESTORE}")
+        raise ConfigError(
+            f"the database {database} is empty; expected the database of a run; {_RESTORE}"
+        )
     surviving = read_rows(run_dir, _surviving)
     if not surviving:
         raise ConfigError(

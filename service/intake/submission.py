@@ -238,7 +238,7 @@ class RolloutResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSubmissions:
-    """The stored submissions that are not over, from which a new term continues."""
+    """The stored submissions that have not ended, with which a restarted run continues."""
 
     submissions: tuple[Submission, ...]
     """Submissions that are not over, in the order of acceptance."""

@@ -117,11 +117,11 @@ def attached(address: str) -> Iterator[None]:
 
 
 def short_temp_dir(asked: str) -> str | None:
-    """Return a directory for Ray's session if the paths of Ray's sockets would be too long.
+    """Return a short directory for Ray's session, or None if Ray's own choice is short enough.
 
-    Return None if the directory that Ray would choose is short enough. Args: asked: the temporary
-    directory that Ray would use. Raises: ConfigError if a directory is needed, but /tmp cannot be
-    written.
+    The path of a socket has a maximum length, and Ray's sockets are in this directory. asked: the
+    temporary directory that Ray would use. Raises: ConfigError if a short directory is needed, but
+    /tmp cannot be written.
     """
     longest = len(os.fsencode(os.path.join(asked, "ray", _SESSION)))
     if longest <= MAX_SOCKET_PATH:
