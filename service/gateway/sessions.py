@@ -150,7 +150,7 @@ class Sessions:
         """Give the next unclaimed session of a group to an agent that joins the group.
 
         Args: submission_id: the group's id. name: chosen by the client for this agent; the same
-        name gets the same session again. sees: the tenant that must own the group; None: any one.
+        name gets the same session again. sees: the tenant that must own the group; None: any.
         Returns: the session's number in the group; None if there is no such group.
         Raises: Refused if no session of the group is free.
         """

@@ -494,9 +494,9 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a new conversation starts with a message made from a field `instructions`.
 
-    request: the conversation's first request; its own field decides, if it has one. named: the
-    earlier turn that the request names. Without a field in the request, the message is copied from
-    that turn's conversation, if there is one.
+    request: the conversation's first request; if it has this field, the field decides. named: the
+    earlier turn that the request names, or None. If the request has no such field, the message at
+    the start of that turn's conversation is kept.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed

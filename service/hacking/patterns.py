@@ -364,8 +364,9 @@ def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None
     """Return how far a reward component's mean fell, as a share of `width`, and its earlier mean.
 
     Return None if the mean did not fall by more than the noise. The newest mean is compared with
-    all earlier steps. If this shows no fall, it is compared with the last LATELY_STEPS of them:
-    after a rise the values of all earlier steps spread widely, and a fall looks like noise.
+    all earlier steps. If this shows no fall, it is compared with only the last LATELY_STEPS of
+    them: if the component rose before, the values of all steps spread widely, and a fall looks like
+    noise.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
