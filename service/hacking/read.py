@@ -1,7 +1,7 @@
 """Audit a run's journal for reward hacking, during or after the run, and describe the findings.
 
-Used by `rayloom inspect --hacking`, and by a run's recorder, which audits each step after it is
-trained. If the run is resumed, the recorder first reads the earlier steps and records.
+Used by `rayloom inspect --hacking`, and by a run's recorder, which audits each stored step. If the
+run is resumed, the recorder first reads the earlier steps and records.
 
 `hacking.jsonl` in a run's directory has the audit's records, one in each line: findings, and the
 verdicts of the user's second verifier. The recorder writes this file. Only the newest verdicts are

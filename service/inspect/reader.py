@@ -47,6 +47,7 @@ def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
 
     A part consists of the steps of one term that no later term has undone. Example: if term 1
     trained the steps 1 to 4, and term 2 continued from step 2, the part of term 1 is steps 1 and 2.
+    A term without such steps has no part.
     A rollout is refused if the trainer refused its update because the update was not finite. The
     journal, which was written before the update, still records the rollout as trained.
     Return None if the journal was copied without the database.
