@@ -1,12 +1,14 @@
 """Generate the parts of the chart that come from other sources: `python -m deploy.chart_schema`.
 
-helm/values.schema.json is written by hand except for two parts. `properties.config` is the schema
-of the configuration tree; with it, helm refuses a key that Rayloom does not know. The definitions
-`io.k8s.…` are copied from Kubernetes' strict schema; with them, helm refuses a typo inside an
-affinity or a volume. The chart's templates read some defaults of the configuration from
-helm/files/config-defaults.yaml, and the names of modules that `workspace.files` must not hide from
-helm/files/module-names.txt; this module writes both. Tests compare each file with its source. This
-module needs the development tools.
+- helm/values.schema.json is written by hand except for two parts. `properties.config` is the schema
+  of the configuration tree; with it, helm refuses a key that Rayloom does not know. The definitions
+  `io.k8s.…` are copied from Kubernetes' strict schema; with them, helm refuses a typo inside an
+  affinity or a volume.
+- helm/files/config-defaults.yaml has the configuration's defaults that the templates read.
+- helm/files/module-names.txt has the names of modules; a file in `workspace.files` with such a name
+  would hide the module and is refused.
+
+Tests compare each file with its source. This module needs the development tools.
 """
 
 from __future__ import annotations

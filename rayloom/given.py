@@ -63,8 +63,9 @@ def name_of(function: Named, store: Path, *, what: str) -> str:
     """Return the name by which a run can import a function or a class.
 
     If there is no such name, the object is first stored in `store`. what: name of the argument that
-    contains the object, for errors. Raises: ConfigError if it cannot be stored, or if the run would
-    load one of the modules that it uses from another file than the caller did.
+    contains the object, for errors.
+    Raises: ConfigError if the object cannot be stored. Also if the object uses a module of the
+    caller in place of which the run would import another file.
     """
     if isinstance(function, str):
         return function
@@ -235,9 +236,9 @@ def write_rows(dataset: Iterable[Mapping[str, Any]], directory: Path) -> Path:
 
 
 def without_file(text: str, directory: Path) -> str:
-    """Replace the name of a file of `write_rows` by "dataset" in an error's text.
+    """Replace the name of the file that `write_rows` wrote by "dataset" in an error's text.
 
-    The file is removed, so that its name would not help the user.
+    The file is removed after the error, so its name would not help the user.
     """
     place = re.escape(os.path.relpath(directory))
     return re.sub(rf"(?:data set )?{place}/rows\.(?:jsonl|parquet)", "dataset", text)

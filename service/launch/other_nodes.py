@@ -171,7 +171,11 @@ def _shared_paths(
 
 @contextmanager
 def _witness_in(run_dir: RunDir) -> Iterator[Path]:
-    """Create a file in the run's directory for the `with` block; other nodes must see it."""
+    """Create a file in the run's directory, and remove it after the `with` block.
+
+    A node that does not see the file during the block does not share the run's directory.
+    Yields: the file's path.
+    """
     # The name is random, so that a file of an earlier start is not mistaken for this one.
     nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"
     nonce.write_text(nonce.name)

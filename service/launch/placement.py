@@ -57,8 +57,9 @@ def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
 def resources_of(role: Role, offered: Roles) -> dict[str, float]:
     """Return the custom Ray resources that a part of the role must request.
 
-    If no node offers the role, a part of the role `control` requests the resource of the head node,
-    and a part of another role requests no custom resource.
+    If a node offers the role, the part requests a small amount of the role's own resource.
+    Otherwise a part of the role `rayloom_control` requests the head node's resource, and a part of
+    any other role requests none.
     """
     if role in offered:
         return {role: SHARE}

@@ -202,9 +202,10 @@ def _check_own(
 ) -> None:
     """Raise NotThisRun if a copy at the address was made by another run.
 
-    This includes another process that has continued this run elsewhere. A copy's marker names the
-    term that made the copy, and the digest of the term's lease. leases: the digests of this run's
-    leases, by term.
+    Another process that has continued this run elsewhere counts as another run.
+    copies: the content of `complete.json` for each copy, by the copy's name. It has the term (the
+    lease's number) in which the copy was made, and the lease's digest. leases: the digests of this
+    run's own leases, by term.
     """
     for name, marker in copies.items():
         if not _is_own(marker, leases):
@@ -219,10 +220,10 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory at the address that this run did not make; None if none.
+    """Return a directory at the address that this run did not make; None if there is none.
 
-    Call this only if the address has no complete copy. The directories that this run made are then
-    interrupted uploads, which contain a record of this run.
+    Call this only if the address has no complete copy. Every directory of this run is then an
+    interrupted upload, and contains a record of its lease, which must be one of `leases`.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()

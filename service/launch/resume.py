@@ -130,9 +130,9 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
     """Check that no other process owns the run, after Ray has reported the supervisor as dead.
 
-    That supervisor may still be alive, so its own lease is accepted.
+    The report may be wrong. So it is no error if the supervisor `lost` is alive and owns the run.
     Args: lost: HOST:PID of the supervisor reported as dead; empty if it never reported its name.
-    Raises: LeaseLost if another living process owns the newest lease; StoreError.
+    Raises: LeaseLost if any other living process owns the run; StoreError.
     """
     with run_dir.looked_into(patience_s=PATIENCE_S, may_be_older=True) as store:
         owner = store.live_owner()
@@ -151,13 +151,12 @@ def kept_commits(
 ) -> list[Checkpoint]:
     """Return the committed checkpoints to keep, newest first; the caller may remove the others.
 
-    Keep the newest checkpoints, the checkpoints with the highest mean return (`mean_returns`), and
-    the checkpoints that `milestones` chooses. Return an empty list if this term has not committed a
-    checkpoint, or if none of the checkpoints to keep exists. The caller must then remove nothing.
-    Args: term: the caller's term, which must own the run. keep: how many of the newest checkpoints
-        to keep. keep_best: how many of the best to keep; of two with equal returns, the newer is
-        better. collapsed_since: the first step of a suspected collapse of the reward, for
-        `milestones`; None if no collapse is suspected.
+    These are the newest `keep` checkpoints, the `keep_best` ones with the highest mean return
+    (`mean_returns`; of equal ones, the newer), and those that `milestones` chooses.
+    Args: term: the caller's term. collapsed_since: the first step of a suspected collapse of the
+        reward; None if no collapse is suspected.
+    Returns: an empty list if this term has not committed a checkpoint yet, or if the directories of
+        all these checkpoints are missing. The caller must then remove nothing.
     Raises: LeaseLost if another term owns the run.
     """
     store.check_lease(term)
@@ -191,12 +190,12 @@ def prune_directories(
 ) -> None:
     """Remove the directories of checkpoints that are not in `kept`.
 
-    Also remove directories without a commit, which an interrupted write or removal leaves. Do not
-    remove directories that are newer than the newest in `kept`: they may still be committed, or a
-    later term may have written them. Of the files in which the ranks store the inputs of skipped
-    updates, remove all except the newest KEPT_SKIPPED.
-    Args: kept: the commits to keep, newest first. uploading: name of one more directory to keep,
-    whose upload has not ended; empty for none.
+    Directories that an interrupted write or removal left are removed too. Directories that are
+    newer than the newest checkpoint in `kept` stay: they may still be committed, or belong to a
+    later term. Also remove the files with the inputs of skipped updates, except for the newest
+    KEPT_SKIPPED files.
+    Args: kept: the checkpoints to keep, newest first, at least one. uploading: the directory that
+    is being uploaded, which stays too; empty if there is none.
     """
     names, newest = {uploading, *(commit.directory for commit in kept)}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):

@@ -87,9 +87,9 @@ class RunDir:
 
     @property
     def secret_file(self) -> Path:
-        """File with the secret from which the keys of sessions are derived.
+        """File with the secret from which the keys of sessions are derived if the API needs no key.
 
-        The secret is used if the API requires no key.
+        If a client of the API has a key, its sessions' keys are derived from this key instead.
         """
         return self.path / "session.key"
 
@@ -505,7 +505,8 @@ def prepared_run(
     directory.
     Args: is_local: whether the run uses only this machine. store: location of a new run's database.
     check_stop: called after each slow stage; if it raises, the start ends. begin: called with the
-    name of each stage. trial, tell: see `check_without_model`.
+    name of each stage. trial: selects which of the user's own functions are called as a check.
+    tell: called with each warning.
     Yields: the path or hub name of the policy's model. Raises: ConfigError.
     """
     for warning in schedule_warnings(config):

@@ -59,7 +59,7 @@ class StopSignals:
         self.check()
 
     def ignore(self) -> None:
-        """Ignore all signals from now on; call this when the end of the run's parts begins."""
+        """Ignore all signals from now on; call this once the run has ended and only Ray remains."""
         self._mode = "ignore"
 
     def install(self) -> None:
@@ -155,7 +155,10 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def _dropped_interrupts_unshown() -> Iterator[None]:
-    """Hide the tracebacks of dropped KeyboardInterrupts; `StopSignals` has recorded them."""
+    """Hide the traceback that Python prints when it drops a KeyboardInterrupt.
+
+    The signal is not lost: `StopSignals` has counted it, and `check` raises later.
+    """
     before = sys.unraisablehook
 
     def show(dropped: Any) -> None:

@@ -283,7 +283,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveState:
-    """The state that only a running run has."""
+    """The part of a run's state that its page shows only while the run is running."""
 
     phase: Phase
     phase_detail: str
@@ -307,7 +307,7 @@ class LiveState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPicture:
-    """A run at one moment or at its end."""
+    """A snapshot of a running run, or the result of an ended run, from which its page is made."""
 
     summary: RunSummary
     history: History

@@ -34,10 +34,10 @@ class Table:
 
 
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
-    """Yield the last evaluation of the run's own set, then the last one of each named set.
+    """Yield the last evaluation of each task set: first the run's own set, then the named sets.
 
-    The page's tile "Evaluation" already shows the last evaluation of the run's own set. So the own
-    set is left out if there are no named sets and it has one sample per task.
+    If there are no named sets and each task has one sample, yield nothing: the page's tile
+    "Evaluation" already shows the result of the run's own set.
     """
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
@@ -187,7 +187,11 @@ def _differing_lines(texts: Sequence[str]) -> list[str]:
 
 
 def _num_shared(sequences: Sequence[Sequence[str]]) -> int:
-    """Return the length of the common prefix; leave at least one element of each sequence."""
+    """Return how many elements all sequences have in common at their beginning.
+
+    The result is less than the shortest length, so that removing these elements empties no
+    sequence. Example: [["a", "b"], ["a", "c"]] -> 1; [["a"], ["a"]] -> 0
+    """
     shared = itertools.takewhile(
         lambda column: len(set(column)) == 1, zip(*sequences, strict=False)
     )
@@ -385,9 +389,10 @@ def engines_table(engines: Mapping[str, int], *, expected: int) -> Table:
 
 
 def balance_equation(summary: RunSummary) -> str:
-    """Return the ledger's balance.
+    """Return an equation that says what became of the rollouts that the run admitted.
 
-    Example: '30 720 = 29 952 trained + 768 evicted + 0 in flight'.
+    If a rollout is lost or counted twice, the equation shows it by the sign ≠.
+    Example: '30 720 admitted = 29 952 trained + 768 evicted + 0 in flight'
     """
     ledger = summary.ledger
     out = ledger.trained + ledger.num_evicted + ledger.in_flight

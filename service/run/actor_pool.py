@@ -58,9 +58,9 @@ PROMPTS_LIMIT_S = 20.0
 class ActorPool:
     """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
 
-    The constructor starts the actors; they play rollouts while `watch` runs. The subclasses are
-    `GatewayPool` and `EnvironmentPool`. They set the class variables to the words that ids and
-    messages use for their actors.
+    The constructor starts the actors; they play rollouts while `watch` runs. The subclasses,
+    `GatewayPool` and `EnvironmentPool`, set the class variables, from which the actors' ids and the
+    messages about them are made.
     """
 
     part: Part
@@ -323,9 +323,9 @@ async def play_evaluation(
     """Divide an evaluation's rollouts among the actors, and return their results.
 
     actors: the environment actors by id. idle_s: an actor's rollouts are abandoned if none of them
-    ends for this many seconds. keeps_tokens: whether the results have lines (`Played.line`) for the
-    evaluation's file; a line has the tokens of its rollout. notice: called with a message if an
-    actor's rollouts are lost. slots_share: the part of rollouts.slots_per_actor that each actor
+    ends for this many seconds. keeps_tokens: whether each result also has the line (`Played.line`)
+    that the evaluation's file stores, with the rollout's tokens. notice: called with a message if
+    an actor's rollouts are lost. slots_share: the part of rollouts.slots_per_actor that each actor
     plays at once, from 0 to 1.
 
     Returns: a result for each rollout, in the order of `rollouts`; lost rollouts are left out.

@@ -41,9 +41,8 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: a wrapper for all calls of the trainer. Its argument is a function that calls
-        the trainer. If the trainer's ranks were restarted and have other weights, the wrapper
-        publishes these weights before it calls the function.
+        call_trainer: awaits the call of the trainer that it is given. If restarted ranks have other
+        weights than the lost ranks, it first publishes these weights (`Loop._with_published`).
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = parts.parent
@@ -93,10 +92,10 @@ class CheckpointWriter:
     def is_due(self, last_step: int, begun_at: float) -> bool:
         """Return whether the loop must commit evicted rollouts now, while it waits for a step.
 
-        A commit is due after a certain number of evictions. It is also due if there was any
-        eviction and a certain time has passed. Only a run with clients' tasks needs such commits,
-        because any number of these tasks may be evicted. Other runs fail after a limited number of
-        failed groups. begun_at: time at which the loop began to wait.
+        A commit is due after a certain number of evictions, or if there was any eviction and a
+        certain time has passed. Only a run with clients' tasks needs this; a run with its own tasks
+        fails after a limited number of failed groups.
+        begun_at: time at which the loop began to wait.
         """
         if self._writing is not None or not self._parts.has_clients:
             return False
@@ -130,10 +129,11 @@ class CheckpointWriter:
     async def commit_when_written(self, step: int) -> None:
         """Copy the queue's state now; start a task that commits it once the checkpoint is written.
 
-        The task runs during the next step. Meanwhile, events that the queue records after the copy
-        may be stored before the commit. This is harmless: their numbers are higher than the number
-        of the last event in the copy, so a term that continues from the copy can ignore them.
+        The task runs during the next step.
         """
+        # Events that the queue records after this copy may be stored before the commit. A term that
+        # continues from the copy ignores them, because their numbers are higher than the number of
+        # the copy's last event.
         version, snapshot = self._parts.trainer.version, await self._parts.queue.cut()
         self._writing = asyncio.create_task(
             self._commit_written(step, version, snapshot), name="save"

@@ -1,9 +1,9 @@
 """Let an operator control a run: pause parts, write or restore checkpoints, and evaluate.
 
-Each supervisor has one `Control` for all its terms; the store keeps all state that must last.
-Invariants: a pause is stored before the call returns, and holds in every later term. If the run
-returns to a checkpoint, the next term takes its lease and records the checkpoint in one
-transaction. No call waits for a training step.
+Each supervisor has one `Control` for all its terms (a term is the time from a start or recovery to
+the next); the database keeps all state that must last. Invariants: a pause is stored before the
+call returns, and holds in every later term. If the run returns to a checkpoint, one transaction
+begins the next term and records this checkpoint. No call waits for a training step.
 """
 
 from __future__ import annotations
@@ -114,10 +114,12 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin a term, which has the given lease. Raises: StoreError.
+        """Begin a term; restore the stored pauses if it is the first term of this process.
 
-        If an operator requested a return to a checkpoint, mark this operation as done or failed.
-        For the first term of this process, restore the stored pauses.
+        If an operator requested a return to a checkpoint, mark the request as done if the term
+        continues from this checkpoint, and otherwise as failed.
+        lease: the term's lease, with the checkpoint from which the term continues. Raises:
+        StoreError.
         """
         asked, self._return = self._return, None
         self.returning.clear()

@@ -151,10 +151,10 @@ class Engines:
         return None if self._board is None else await self._board_handle().status()
 
     async def hold(self, is_held: bool) -> None:
-        """Tell all engines to stop sampling, and to keep the turns that they have begun.
+        """Tell all engines to stop sampling, or to continue if `is_held` is False.
 
-        If `is_held` is False, tell them to continue these turns. The order also holds for engines
-        that start later. Raises: ActorLost.
+        Stopped engines keep the turns that they have begun, and continue them later. Engines that
+        start later are told the same. Raises: ActorLost.
         """
         if self._board is not None:
             await self._board_handle().hold(is_held)
@@ -290,15 +290,9 @@ class Publisher:
     """Publishes the trainer's weights, and compares the log-probabilities of trainer and engines.
 
     In a check, the trainer and the engines compute the log-probabilities of the same check text.
-    The first check of a term (`check_start`) is the most thorough. In it, the trainer scores the
-    text alone and in one row with other texts, and also scores the tokens that the engines sampled
-    after the text.
-
-    A later check uses the end of the text; from time to time (`check_every`) it uses the whole
-    text. All later checks together may take at most COST_SHARE of the time since the first check.
-    If no time is left, a check uses only the beginning of the text, or is skipped. If the
-    log-probabilities differ by more than a bound, the next check uses the same text again, whatever
-    time that takes.
+    The first check of a term (`check_start`) is the most thorough. The later checks, after each
+    publication, take at most COST_SHARE of the time since the first check: they use a part of the
+    text, or are skipped (`_next_text`).
     """
 
     def __init__(
@@ -318,11 +312,11 @@ class Publisher:
     ) -> None:
         """Prepare the first publication.
 
-        quiet_limit_s: the term ends if for this many seconds no engine makes progress in its start
-        or in loading weights. measure: returns a context manager that measures a phase of a
-        publication. text: text of the first check; None uses a fixed text of 17 tokens in all
-        checks. most_tokens: an engine's limit for prompt tokens. check_every: number of
-        publications after which a check of the whole text is due again; 0 for never. dtype,
+        quiet_limit_s: the term ends if for this many seconds no engine makes progress, neither in
+        its start nor in loading weights. measure: returns a context manager that measures the time
+        of a phase. text: text of the first check; None uses a fixed text of 17 tokens in all
+        checks. most_tokens: length of the longest prompt that an engine accepts. check_every: after
+        this number of publications, a check of the whole text is due again; 0 for never. dtype,
         is_quantised: decide how large a difference may be (see `LogprobCheck`).
         """
         self._trainer = trainer
@@ -390,11 +384,11 @@ class Publisher:
     def _next_text(self, text: CheckText) -> CheckText:
         """Return the part of the check text that the current publication checks.
 
-        - If the last check exceeded its bound, return the same part again.
-        - If there is time for a long check, return the end of the text, or the whole text if
-          `check_every` makes it due.
-        - If there is only time for a short check, return the beginning of the text, otherwise
-          NO_TEXT.
+        - After a check that exceeded its bound: the same part again, whatever time that takes.
+        - If there is time for a long check: the end of the text, or the whole text if `check_every`
+          makes it due.
+        - If there is only time for a short check: the beginning of the text.
+        - Otherwise: NO_TEXT, which skips the check.
         """
         self._num_published += 1
         if self._was_beyond and self._text is not None:

@@ -241,12 +241,11 @@ def readiness(
 
 
 class EngineWatch:
-    """Counts the engines that are lost, and the engines that come back.
+    """Counts the engines that are lost or come back, and measures for how long some are missing.
 
-    It also measures for how long fewer engines than expected have had the current version. An
-    engine is counted from the time when it first has the current version. It is lost when the
-    weight board no longer lists it. An engine that was stopped because the user requested fewer
-    engines is not lost. An engine that comes back has a new name.
+    An engine is counted once it has had the current version. It is lost if the weight board no
+    longer lists it, except if it was stopped because the user requested fewer engines. An engine
+    that comes back has a new name; so a new engine counts as one that comes back while any is lost.
 
     num_expected: at first the requested number of engines; it rises when more engines appear, and
     falls when engines are stopped on request. num_current: the number of engines that have the
@@ -326,8 +325,8 @@ class RunFailed(Exception):
 class FaultCount:
     """A count of the faults since the run last made progress.
 
-    Faults older than a day do not count. A run that waits for submissions makes no progress;
-    without this limit, its rare faults would add up over weeks until the run fails.
+    Faults older than a day do not count. Otherwise a run that waits for submissions for weeks, and
+    makes no progress meanwhile, would fail after a few rare faults.
     """
 
     def __init__(self, *, limit: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,16 +1,13 @@
 """The training loop: admit groups, collect a step, merge, train, publish, and repeat.
 
-Each term has one loop, which runs two coroutines at the same time. `_admit` assigns tasks to open
+Each term has one loop, which runs two coroutines at the same time. `_admit` assigns tasks to free
 group numbers. `_train` passes closed groups through the merge actor and the trainer, and publishes
-the weights. An operator can pause each of them (`service.run.pauses`): `_admit` then waits before
-its next admission, and `_train` before its next step.
+the weights. An operator can pause either coroutine (`service.run.pauses`).
 
 Synchronous and asynchronous training use the same code: only the queue's admission window decides
 how far rollouts run ahead. In asynchronous training, the engines load a version while the next step
 is collected and trained. Invariant: a version is published only after the engines have loaded the
-version before it. Each step makes one version; a restarted trainer may make another
-(`RestartableTrainer`). A checkpoint is always written during the next step
-(`checkpoint_writer.py`). Every call of a handle may raise `ActorLost`.
+version before it. Every call of a handle may raise `ActorLost`.
 """
 
 from __future__ import annotations
@@ -113,8 +110,8 @@ class Loop:
         """Let `run` finish the current step and write a checkpoint; then `run` returns.
 
         grace_s: seconds after which the current step is abandoned, if no update was applied yet;
-        None sets no limit. After a resume, the rollouts of an abandoned step are played again.
-        Sessions and uploads are not played again: the store has them, and delivers them again.
+        None sets no limit. After a resume, the tasks of an abandoned step are played again; its
+        sessions and uploads are not, because the database still has their contents.
         """
         self._is_stopping.set()
         if grace_s is not None:
@@ -264,9 +261,9 @@ class Loop:
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
         """Train a built step, publish its weights, and report its rollouts' outcomes to the queue.
 
-        The step is recorded once the engines have loaded its weights. This call waits for that if
-        training is synchronous, or if an evaluation or a checkpoint is due. Otherwise the task
-        `_loading` waits and records the step, while the next step runs.
+        Record the step once the engines have loaded its weights. In synchronous training, and
+        before an evaluation or a checkpoint, this method waits for that. Otherwise the task
+        `_loading` records the step while the next step runs.
         """
         parts, step, watch = self._parts, self._step, Stopwatch()
         giving_up = asyncio.create_task(self._give_up_after_grace())

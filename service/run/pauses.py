@@ -2,8 +2,9 @@
 
 The parts are admission, training and generation (`Pausable`). A pause is stored in the database,
 and lasts until the operator resumes the part, even if the run meanwhile gets a new term or a new
-supervisor. The supervisor owns the `Pauses`. Admission and training each have a gate in the loop.
-Generation has none: the term tells the queue and the weight board to stop and resume it.
+supervisor. The supervisor owns the `Pauses`. The loop waits at the gates of admission and training.
+The gate of generation stops nothing: for a pause of generation, the term stops the queue and the
+engines.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Gate:
     def passing(self) -> Iterator[bool]:
         """Yield whether the gate is open; if it is closed, the `with` block must not do its work.
 
-        If the gate is open, `until_passed` waits until the block has ended.
+        `until_passed` waits for the end of each block that found the gate open.
         """
         if not self.is_open:
             yield False
@@ -67,7 +68,7 @@ class Gate:
 
 
 class Pauses:
-    """The paused parts of a run, and a gate for each part, closed during the part's pause."""
+    """The paused parts of a run, and a gate for each part, which is closed during a pause."""
 
     def __init__(self) -> None:
         self._paused: dict[Pausable, PauseAnswer] = {}

@@ -6,10 +6,10 @@ and the events since the last cut. `RestartableQueue` processes the cuts in orde
 newest state, and passes events and summaries to the recorder. If the queue dies, the new process
 gets the kept state, and the calls that the dead queue did not answer are repeated.
 
-Invariants: a call returns only after its cut is processed, so the recorder and a restarted queue
-know all that the loop learns from the call. Rollouts that ended after the newest cut, or whose
-trajectories were in the queue, are played again. A step that the loop has taken is not taken a
-second time. Cuts do not contain the data of tasks; `RestartableQueue` keeps this data itself.
+Invariants: a call returns only after its cut is processed, so a restarted queue knows everything
+that the loop has learnt from the old one. A step that the loop has taken is not taken a second
+time. After a restart, rollouts that ended after the newest cut, or whose trajectories were in the
+queue, are played again. Cuts do not contain the tasks; `RestartableQueue` keeps them itself.
 """
 
 from __future__ import annotations
@@ -240,18 +240,18 @@ class CutsInOrder:
     """A buffer that passes on the queue's cuts in the order of their numbers, in one event loop.
 
     A cut is a part of the queue's answer to a call: the queue's state, with the events since the
-    last cut. Cuts may arrive in any order. If the queue is restarted, the cuts of the dead process
-    that were not yet passed on are refused: their calls had no effect, and must be repeated.
+    last cut. Cuts may arrive in any order.
 
-    Each process of the queue numbers its cuts from 0. The `opening` of a cut is the number of
-    restarts of the queue before this process.
+    A restarted queue numbers its cuts from 0 again. The field `opening` of a cut says which process
+    made it: 0 is the first process, 1 is the process after the first restart. Cuts of a dead
+    process that were not yet passed on are refused: their calls had no effect, and must be
+    repeated.
     """
 
     def __init__(self, keep: Keep) -> None:
         """Expect the cuts of the queue's first process.
 
-        keep: called with each cut in order. Its second argument is the value `admitted` that
-        `take_in` received with the cut.
+        keep: called with each cut, in order, and with the argument `admitted` of `take_in`.
         """
         self._keep = keep
         self._num_kept = [0]
@@ -274,9 +274,9 @@ class CutsInOrder:
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
         """Pass a cut to `keep`; before this, wait until all earlier cuts are passed on.
 
-        admitted: the groups that the cut's call added to the queue.
-        Returns: False if the queue's process died before the cut was passed on. The call whose
-        answer contained the cut then had no effect.
+        admitted: the new groups, if the cut is the answer to `admit`; otherwise empty.
+        Returns: False if the queue's process died before the cut was passed on. The call that the
+        cut answers then had no effect.
         """
 
         def is_kept() -> bool:

@@ -5,10 +5,10 @@ since the checkpoint again, in order, from shards that were kept for this. Then 
 is repeated. The caller waits during this time: nothing is published and no rollout is played again.
 
 A step is finished when all ranks have answered with its statistics and a fingerprint of their
-state. On CUDA, or with another number of threads, the new ranks may have another fingerprint and
-other weights than the lost ones. If an engine may already have the lost ranks' weights, the new
-weights become the next version, because the weights of a version must never change. Then every call
-that uses the ranks, except to publish, raises `WeightsMoved` until the new weights are published.
+state. On CUDA, or with another number of threads, the new ranks may get other weights than the lost
+ranks had; the fingerprint shows this. If an engine may already have the lost ranks' weights, the
+new weights become the next version, because the weights of a version must never change. Until this
+version is published, every other call that uses the ranks raises `WeightsMoved`.
 """
 
 from __future__ import annotations
@@ -325,11 +325,11 @@ class RestartableTrainer:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Decide which version number the new ranks' weights get, and give it to them.
+        """Choose the version number of the new ranks' weights, and tell it to the ranks.
 
-        If these weights differ from the lost ranks' weights, and an engine may have loaded the lost
-        ranks' weights, it is the next number. Otherwise it is the current number; weights that were
-        sent to the weight board before are then sent again.
+        The weights get the next number if they differ from the lost ranks' weights, and if an
+        engine may have loaded the lost ranks' weights. Otherwise they keep the current number; if
+        they were sent to the weight board before, they are sent again.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

@@ -137,8 +137,8 @@ def start_supervisor(
 ) -> Any:
     """Start the supervisor and return it: an actor that ends with this process.
 
-    The actor's name is the run's id. If an earlier start left an actor with this name, end that
-    actor; if `when_held` is "wait", wait until it ends.
+    The actor's name is the run's id. If an earlier start left an actor with this name, kill the old
+    actor; if `when_held` is "wait", wait instead until it ends.
     endpoint: the result of `start_endpoint`. returns_to: directory of the checkpoint from which to
     continue; empty for the newest. root_process: the process whose memory is measured, with its
     descendants; None if the run uses a cluster. lost: the dead supervisor that the new one

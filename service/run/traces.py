@@ -2,8 +2,8 @@
 
 The supervisor writes the whole trace when the rollout is trained or evicted. It makes the trace
 from the queue's events, so the actors pass no trace context to each other. A time may be late by
-one poll of the queue, because only a poll delivers the events. The durations of the step's stages
-are known, but not their times: the stages are shown one after another, and the last one ends when
+one poll of the queue, because only a poll delivers the events. Of the step's stages, only the
+durations are known. The trace shows the stages one after another, so that the last stage ends when
 the queue reports the rollout as trained.
 
 A thread sends the traces over OTLP; traces that a collector does not accept in time are dropped. If

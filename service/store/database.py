@@ -187,8 +187,8 @@ class Database:
     def answers_since(self, connection: Connection) -> float:
         """Return when the PostgreSQL server started, by the clock of `now`; 0 for SQLite.
 
-        While the server was down, no owner could renew its lease. The time before the start
-        therefore does not count as an owner's silence.
+        The owner of a run counts as dead if it has not renewed its lease for some time. The time
+        before the server's start does not count, because no owner could renew its lease then.
         """
         if self.is_sqlite:
             return 0.0

@@ -68,8 +68,9 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
-    Each tenant has its own numbers for its entries. `entry.void_after` (see `FeedEntry`) is a
-    number of the whole feed; a tenant's copy has the tenant's corresponding number instead.
+    Each tenant's entries have their own numbers, apart from the numbers of the whole feed. If the
+    entry declares the entries after a number void (`entry.void_after`), a tenant's copy says this
+    with the tenant's own number.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)

@@ -318,10 +318,9 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints to which a run can return, newest first, each directory once.
 
-    The queue snapshot of such a checkpoint is still stored (`retention`). Checkpoints that a later
-    term undid are left out. If a term continued from an older checkpoint because the newer ones
-    could not be read, these count as undone only once the term has committed a checkpoint. Until
-    then they may become readable again.
+    These are the checkpoints whose queue snapshot is still stored (`retention`), and which no later
+    term undid. If a term skipped checkpoints that it could not read, they are left out only once
+    the term has committed a checkpoint: until then they may become readable again.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -376,8 +375,8 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the earlier terms that it continues, newest first.
 
-    Each earlier term is paired with its checkpoint from which the following term continued. `term`
-    itself is paired with None.
+    Each earlier term comes with the checkpoint from which the run continued in a later term; `term`
+    comes with None. Example: term 3 continued from checkpoint c of term 1 -> [(3, None), (1, c)]
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())

@@ -4,17 +4,17 @@ The supervisor calls `forget` after each committed checkpoint; it is one transac
 newest term can commit. Sums are kept incrementally (`service.telemetry.totals`), so that no sum
 changes when rows are removed.
 
-- Superseded rows are removed at once.
+- Rows that a later term undid are removed at once.
 - Queue snapshots are kept for the newest `run.keep_checkpoints` checkpoints, the best
-  `run.keep_best`, and the `milestones`. A run can go back only to these checkpoints.
-- Step records are kept for the first 5 steps, the newest 256 steps, and the steps of the best
-  checkpoints. Of the older steps, every (2^k)-th is kept, with the smallest k for which at most 257
-  are kept. If the journal or the newest kept checkpoints have a step before the newest 256 steps,
-  all steps from that step on are kept. The same rules hold for evaluations.
-- Ledger events are kept for the steps after the earliest kept checkpoint (the best included), and
-  for the steps of the journal, which `inspect --audit` compares with the events. Events of the
-  `algorithm.max_policy_age` steps before them are kept too, because a group may be admitted this
-  number of versions before its step.
+  `run.keep_best`, and the `milestones`. A run can go back only to these kept checkpoints.
+- Step records are kept for the first 5 steps, the newest 256 steps, the steps of the journal, the
+  steps since the oldest of the newest `run.keep_checkpoints` checkpoints, and the step of each kept
+  checkpoint. Of the older steps, every (2^k)-th is kept, with the smallest k for which at most 257
+  are kept. The same rules hold for evaluations.
+- Ledger events are kept for the steps after the oldest kept checkpoint, and for the steps of the
+  journal, which `inspect --audit` compares with the events. Events of the
+  `algorithm.max_policy_age` steps before these steps are kept too, because a group may be admitted
+  this number of versions before its step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ OLDER_STEPS = 256
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
     """Return the steps whose checkpoints to keep, so that one of them is from before a collapse.
 
-    Normally two steps are kept. One is the milestone: the newest step that is at least
-    MILESTONE_STEPS before `steps[0]`. The other is the oldest step after the milestone; it becomes
-    the milestone later. If no step is old enough for a milestone, only the oldest step is kept, and
-    before step MILESTONE_STEPS of the run none.
-    If a collapse of the reward is suspected, one step is kept: the newest step that is at least
-    SLOW_STEPS before `collapsed_since`, or the oldest step if none is.
+    - If a collapse of the reward is suspected: the newest step that is at least SLOW_STEPS before
+      `collapsed_since`; if there is none, the oldest step.
+    - Otherwise: the milestone, which is the newest step that is at least MILESTONE_STEPS before
+      `steps[0]`; and the oldest step after the milestone, which becomes the milestone later.
+    - If no step is old enough for a milestone: the oldest step; no step if `steps[0]` is less than
+      MILESTONE_STEPS.
 
     Args: steps: steps of checkpoints, newest first, at least one. collapsed_since: first step of a
     suspected collapse; None if no collapse is suspected.

@@ -321,8 +321,7 @@ class RunStore(ReadOnlyStore):
     ) -> Checkpoint:
         """Commit a checkpoint, so that a later term can continue from it.
 
-        Such a term does not play those rollouts again that the checkpoint's ledger marks as
-        trained.
+        The later term does not repeat rollouts that the checkpoint's ledger records as trained.
 
         Args: directory: name in the run's directory of checkpoints. new_events: the ledger's events
         that are not stored yet. last_event_seq: number of the last event that `queue_snapshot`

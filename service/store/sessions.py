@@ -426,10 +426,10 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Return the request id and the time of each stored turn that has the number of a new turn.
+    """Find the stored turns that have the same session and number as a new turn in `changes`.
 
-    If a new turn has the same request id and time, it is a repeat; otherwise it came too late. The
-    keys are the session's id and the turn's number.
+    Returns: by session id and turn number, the stored turn's request id and time. A new turn with
+    the same request id and time repeats the stored turn; any other new turn came too late.
     """
     turns = tables.session_turns.c
     added = [

@@ -82,8 +82,8 @@ class SubmissionStore:
     ) -> list[Submission]:
         """Store these requests as accepted, in one transaction; return a submission for each.
 
-        request_keys: by task id, two digests for a task from an HTTP request with an
-        Idempotency-Key: the digest of the key, and the digest of all tasks of the HTTP request.
+        request_keys: for each task from an HTTP request with an Idempotency-Key, by the task's id:
+        the digest of this key, and the digest of all tasks of the HTTP request.
         Raises: LeaseLost.
         """
         accepted_at = time.time()

@@ -155,9 +155,9 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    This is the step with the largest sum of `border - mean` over itself and all later steps. The
-    search begins LEVEL_STEPS // 4 steps before the level fell to the border. It begins so early
-    because the level is an average of several steps, which falls later than the steps' own means.
+    This is the step for which the sum of `border - mean`, over this step and all later steps, is
+    largest. Only steps from LEVEL_STEPS // 4 steps before the fall of the level (the mean over
+    several steps) to the border are considered: single steps' means fall earlier than the level.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
@@ -185,7 +185,8 @@ def _step_noise(steps: Sequence[_Step]) -> float:
 def _window_noise(steps: Sequence[_Step], window: int) -> float:
     """Return the standard deviation of the mean return of `window` successive steps.
 
-    The estimate compares neighbouring windows, so that it holds even if steps are correlated.
+    It is estimated from the differences of neighbouring windows, not from the noise of single
+    steps, so it is also right if the steps are correlated.
     """
     sums = [0.0, *accumulate(each.mean for each in steps)]
     changes = [

@@ -1,8 +1,8 @@
 """The interface of a tracker, the points that a tracker writes, and the trackers that write files.
 
-TensorBoard's event files are written with tensorboardX, which needs neither torch nor TensorFlow. A
-term that continues from a checkpoint trains some steps again. Its first event is a restart mark,
-which makes TensorBoard drop the older values of these steps.
+TensorBoard's event files are written with tensorboardX, which needs neither torch nor TensorFlow.
+If a run continues from a checkpoint, it trains some steps again. An event of the kind START then
+makes TensorBoard drop the older values of these steps.
 """
 
 from __future__ import annotations
