@@ -64,8 +64,8 @@ def name_of(function: Named, store: Path, *, what: str) -> str:
 
     If there is no such name, the object is first stored in `store`. what: name of the argument that
     contains the object, for errors.
-    Raises: ConfigError if the object cannot be stored. Also if the object uses a module of the
-    caller in place of which the run would import another file.
+    Raises: ConfigError if the object cannot be stored, or if it uses a module that the run would
+    import from another file.
     """
     if isinstance(function, str):
         return function

@@ -66,7 +66,7 @@ def summary_tables(summary: RunSummary) -> tuple[Table, ...]:
 
 
 def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
-    """Return the tables of the rewards' components, and of a mixture's environments."""
+    """Return tables of the reward components, the logged metrics, and each environment's reward."""
     return (
         *_early_and_late(
             "Reward components",
@@ -96,7 +96,10 @@ def reward_tables(steps: Sequence[StepRecord]) -> tuple[Table, ...]:
 def _early_and_late(
     caption: str, what: str, steps: Sequence[Mapping[str, float | None]], *, note: str
 ) -> tuple[Table, ...]:
-    """Return a table with the means over the first and the last steps; () without values."""
+    """Return one table with the means over the first and the last steps; () if no step has a value.
+
+    Args: what: header of the column of names. steps: the values of each step, by name.
+    """
     early, late = _means(steps[:AVERAGED_STEPS]), _means(steps[-AVERAGED_STEPS:])
     names = sorted({*early, *late})
     if not names:

@@ -41,8 +41,8 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: awaits the call of the trainer that it is given. If restarted ranks have other
-        weights than the lost ranks, it first publishes these weights (`Loop._with_published`).
+        call_trainer: function that makes a call of the trainer, which is its argument. If restarted
+        ranks have other weights than the lost ranks, it first publishes these weights.
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = parts.parent

@@ -1,9 +1,9 @@
 """Run supervised training on chats, with checkpoints and a record of each step.
 
-The training uses the same ranks, checkpoints and replacement of lost ranks as every run. A
-directory of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a resumed
-training continues from the newest one. Invariants: a step depends only on the chats, the seed and
-the step's number, so a training that was killed has the same losses after it resumes;
+The training uses the same ranks and checkpoints as every run, and replaces lost ranks in the same
+way. A directory of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a
+resumed training continues from the newest one. Invariants: a step depends only on the chats, the
+seed and the step's number, so a training that was killed has the same losses after it resumes;
 `metrics.jsonl` has each step once. `service.cli.sft` calls this module.
 """
 

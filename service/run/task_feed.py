@@ -134,9 +134,9 @@ def choose(
 ) -> Task:
     """Return the first of `choices` that may be played now.
 
-    A task rests (`is_resting`) if almost all or almost none of its last samples passed, because
-    such a task teaches nothing: its advantages are 0. A resting task may be played only with the
-    probability `resting_share`, to notice whether the model has changed. If no task may be played,
+    A task rests (`is_resting`) if almost all or almost none of its last samples passed: its
+    advantages are then 0, and it teaches nothing. A resting task is played only with the
+    probability `resting_share`, to notice if its results change. If no task may be played now,
     return the first of `choices`.
 
     Args: choices: one or more tasks, each with its key in `results`. results: for each key, the

@@ -281,8 +281,8 @@ class SubmissionStore:
     ) -> list[tuple[int, str, SubmissionView | None]]:
         """Return the first `limit` submissions that match `wanted`, in the order of acceptance.
 
-        The caller must still check the status, because the store does not know the status of all
-        submissions.
+        The result may have submissions with another status than the wanted one: the store knows
+        only whether a submission is over, and the caller must check the rest.
         Args: after: only submissions with a position greater than this are returned.
         Returns: for each submission its position, its id, and its final state; the state is None if
         the submission is not over.

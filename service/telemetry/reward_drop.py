@@ -156,8 +156,8 @@ def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
     This is the step for which the sum of `border - mean`, over this step and all later steps, is
-    largest. Only steps from LEVEL_STEPS // 4 steps before the fall of the level (the mean over
-    several steps) to the border are considered: single steps' means fall earlier than the level.
+    largest. The search begins LEVEL_STEPS // 4 steps before the level fell to the border. The level
+    is a mean over several steps, so it falls later than the means of single steps.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
