@@ -130,7 +130,7 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
     """Check that no other process owns the run, after Ray has reported the supervisor as dead.
 
-    The report may be wrong. So it is no error if the supervisor `lost` is alive and owns the run.
+    Ray's report may be wrong, so the supervisor `lost` may be alive and own the run.
     Args: lost: HOST:PID of the supervisor reported as dead; empty if it never reported its name.
     Raises: LeaseLost if any other living process owns the run; StoreError.
     """

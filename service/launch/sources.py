@@ -158,8 +158,8 @@ def _own(files: Mapping[str, str]) -> dict[str, str]:
 def _is_own(file: Path) -> bool:
     """Return whether a file is in the working directory and not installed.
 
-    Files in a working directory that Ray has unpacked do not count, because that directory has
-    another path on each cluster.
+    If Ray has unpacked the working directory from a package, the answer is False for all files: the
+    directory then has another path on each cluster.
     """
     moves = {"site-packages", "runtime_resources"} & set(file.parts)
     return file.is_relative_to(Path.cwd()) and not moves

@@ -2,8 +2,8 @@
 
 The file may also contain the page's data, a JSON document. Without a document, the page requests
 its data from the API that served it. `make page` builds `packed.html` from `src/`; only this
-command needs npm. The page contains no address and requests only the run's own API; its content
-security policy enforces that.
+command needs npm. The page loads nothing from the internet and sends requests only to the run's own
+API; its content security policy enforces that.
 """
 
 from __future__ import annotations

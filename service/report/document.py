@@ -54,9 +54,9 @@ def ending(summary: RunSummary) -> str:
 
 
 def checks(summary: RunSummary, totals: RunTotals) -> list[dict[str, str | bool]]:
-    """Return the guarantees of a run.
+    """Return the guarantees of a run, such as "no update skipped", and whether the run kept each.
 
-    Each has a name, whether the run kept it, and a text that describes the violation if it did not.
+    The text of a guarantee describes the violation, if there is one.
     """
     num_breaks = totals.num_version_breaks
     found = [

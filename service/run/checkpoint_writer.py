@@ -59,7 +59,7 @@ class CheckpointWriter:
 
     @property
     def is_written(self) -> bool:
-        """Whether the last checkpoint is committed or lost, so that `join` returns at once."""
+        """Whether the checkpoint begun last is committed or lost, and `join` was not called yet."""
         return self._writing is not None and self._writing.done()
 
     @property

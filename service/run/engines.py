@@ -154,7 +154,7 @@ class Engines:
         """Tell all engines to stop sampling, or to continue if `is_held` is False.
 
         Stopped engines keep the turns that they have begun, and continue them later. Engines that
-        start later are told the same. Raises: ActorLost.
+        start later receive the same order. Raises: ActorLost.
         """
         if self._board is not None:
             await self._board_handle().hold(is_held)

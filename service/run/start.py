@@ -90,9 +90,10 @@ def phase_values(phase: Phase) -> tuple[Metric, ...]:
 
 
 def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
-    """Call `start` until the actor's name is free, and return the started actor.
+    """Call `start` again and again until it has started the actor; return the actor.
 
-    Ray frees the name of a dead actor with a delay. Raises: TimeoutError.
+    `start` fails while the actor's name is taken, and Ray frees the name of a dead actor with a
+    delay. Raises: TimeoutError.
     """
 
     def attempt() -> Any:
