@@ -22,9 +22,9 @@ _CODE = re.compile(r"`[^`]*`")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Return the site's files with the README as the first page, and with other added pages.
+    """Return the site's files with added pages: changelog, reference and notebooks.
 
-    The other added pages are the changelog, the reference and the notebooks.
+    The README becomes the first page.
     """
     pages = {"index.md": _read("README.md"), "reference/changelog.md": _read("CHANGELOG.md")}
     pages |= {f"reference/{file.name}": file.read_text("utf-8") for file in GENERATED.glob("*.md")}

@@ -41,8 +41,8 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: function that makes a call of the trainer, which is its argument. If restarted
-        ranks have other weights than the lost ranks, it first publishes these weights.
+        call_trainer: function through which the trainer is called; its argument makes the call. If
+        restarted ranks have other weights than the lost ranks, it first publishes these weights.
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = parts.parent

@@ -158,7 +158,7 @@ class RestartableQueue:
         """Make a call that changes the queue; process the cut in the answer, and return the value.
 
         The cut has the queue's state and its events since the last cut. The call completes even if
-        its caller is cancelled, because the cuts of later calls are processed after its cut.
+        its caller is cancelled, because the cuts of later calls wait for this call's cut.
         admitted: the new groups, if the call is `admit`.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))

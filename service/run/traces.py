@@ -92,7 +92,7 @@ class RolloutTraces:
         self._trained.clear()
 
     def attempts(self, summaries: Iterable[TrajectorySummary], *, now: float) -> None:
-        """Add ended attempts to play rollouts to the traces; write the traces of evicted rollouts.
+        """Add attempts that have ended to their rollouts' traces; write traces of evicted rollouts.
 
         The queue reports attempts and events together. Call `events` first, because the events say
         which rollouts were evicted.

@@ -1,8 +1,8 @@
 """Store the paused parts and the named API keys of a run, and the newest calls of operators.
 
 The database contains only the digests of keys, not the keys. Invariants: a revocation is final; a
-key's name or digest is never used a second time. Only the supervisor writes the other tables, but
-any process with write access to the run's database may create and revoke keys.
+key's name or digest is never used a second time. Only the supervisor with the newest lease stores
+pauses and calls, but any process with write access to the database may create and revoke keys.
 """
 
 from __future__ import annotations
