@@ -128,10 +128,10 @@ class EnvironmentActor:
             await asyncio.gather(*scoring, return_exceptions=True)
 
     async def ping(self) -> tuple[tuple[LostCalls, ...], int]:
-        """Show that the actor answers, and return the result of `workers.report`.
+        """Return the result of `workers.report`; any answer shows that the actor still works.
 
         The result is the calls of users' functions that gave no answer, and the memory of the
-        largest worker. An actor whose event loop is blocked does not answer.
+        largest worker. If the event loop is blocked, this method does not answer.
         """
         return workers.report()
 
@@ -145,7 +145,7 @@ class EnvironmentActor:
         """Return the first prompts of the tasks, for the trainer's check of log-probabilities.
 
         Make the prompts one after the other. Stop when they have num_tokens in all, or after
-        limit_s. A task is left out if its environment fails or is slow; the run still plays it.
+        limit_s. Leave out a task whose environment fails or is slow here. The run still plays it.
 
         Returns: for each prompt, its token ids: [P] int32.
         """
@@ -205,7 +205,8 @@ class EnvironmentActor:
 
         Args: kept: the tokens that may be sampled; None allows every token. slots_share: the share
         of rollouts.slots_per_actor that the evaluation may use at a time. keeps_tokens: whether to
-        put the `rollout_line` of each play into the object store as soon as the play has ended.
+        keep all tokens of each play: a line of JSON (`rollout_line`), which is put into the object
+        store as soon as the play has ended.
         Returns: a result for each play, in the order of the plays; the first SHOWN_SAMPLES results
         have the sampled text.
         """

@@ -158,10 +158,11 @@ class ChatTemplate:
     def check_chat(self, messages: Sequence[Message], *, history: Sequence[Message] = ()) -> None:
         """Check that the policy can see who speaks, and which call each result answers.
 
-        The policy's own replies have no names, so that a name of the assistant may be left out.
-        Args: history: the chat before the messages; empty, or it ends with the policy's reply.
-        Raises: RenderError if `check_results` does, or if user's or system messages have two names
-            and the template does not show them. No name, or the role's, counts as one name.
+        Names of assistant messages are not checked, because the policy's own replies have no names.
+        Args: history: the chat before `messages`; empty, or it ends with the policy's reply.
+        Raises: RenderError if `check_results` raises it; and if two user messages, or two system
+            messages, have different names that the template does not show. A message without a
+            name counts as named after its role.
         """
         for role, no_names in _ROLE_NAMES.items():
             given = [each.name or "" for each in (*history, *messages) if each.role is role]
@@ -184,9 +185,9 @@ class ChatTemplate:
 
         If the template shows no ids, the policy takes the first result as the answer to the first
         call, and so on. A single result for a single call may have any id.
-        Args: calls: id and name of each call in the message before the given messages.
-        Raises: RenderError if a call has no result, and the policy could take the result of another
-            call as the missing one.
+        Args: calls: id and name of each call in the message before `messages`.
+        Raises: RenderError if a call has no result, and the policy could take another result for
+            the missing one.
         """
         for known, answer, num_earlier in _answers(messages, calls):
             results, rest = _paired(known, answer)
@@ -230,11 +231,11 @@ class ChatTemplate:
 
     @cached_property
     def _two_results(self) -> tuple[str, str]:
-        """The rendering of two calls and their results, split at the first result.
+        """The rendering of two calls with results: the text before the first result, and the rest.
 
-        The two parts show whether the template writes ids and names beside calls and results. If
-        the template refuses two calls, both parts have the id and the name of the second call, so
-        that ids and names count as written.
+        If the template shows ids, the second call's id is in both texts. If results have names, the
+        second call's name is in the rest. If the template refuses two calls, each text is only this
+        id and this name, so that the template counts as one that shows them.
         """
         try:
             text = self.text(_TWO_RESULTS_PROBE)
@@ -265,9 +266,10 @@ class ChatTemplate:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Return whether the template shows both text and calls only if they are in two messages.
+        """Return whether a reply with text and calls must be given as two messages.
 
-        form: the format with one message. split: the format with two messages.
+        The template then shows both the text and the calls only if they are in two messages.
+        form: the format with one message. split: the same format with two messages.
         """
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
         marks = (_CONTENT, _ARGUMENT)
@@ -373,7 +375,7 @@ def in_call_order(
 
     Many templates show no ids, so that only the order says which call a result answers. Other
     messages between calls and results, such as a user's text, come after the results.
-    Args: calls: id and name of each call in the message before the given messages.
+    Args: calls: id and name of each call in the message before `messages`.
     """
     found: list[Message] = []
     for known, answer, _ in _answers(messages, calls):
@@ -387,11 +389,13 @@ def _answers(
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
     """Split a chat after each message of the assistant; find the calls that each part may answer.
 
-    A part may answer the calls of the assistant's message before it. If several messages of the
-    assistant stand directly before the part, it may answer the calls of all of them.
-    Args: calls: id and name of each call in the message before the given messages.
+    A part may answer the calls of the assistant's message directly before it. If that message
+    follows another message of the assistant, the part may answer the calls of both, and so on.
+    Args: calls: id and name of each call in the message before `messages`.
     Yields: for each part: id and name of each call that it may answer, in order; its messages; and
-        how many of these calls are not from the last message before the part.
+        how many of these calls are from earlier messages than the one directly before the part.
+    Example: assistant (call a), assistant (call b), tool -> the part (tool) may answer a and b, and
+        one of these calls, a, is from an earlier message.
     """
     known, answer, num_earlier = tuple(calls), list[Message](), 0
     for message in messages:
@@ -409,8 +413,9 @@ def _paired(
 ) -> tuple[dict[int, Message], tuple[Message, ...]]:
     """Find the result of each call among the messages that follow the calls.
 
-    The results with an id answer the calls with this id, in order. A result without an id answers
-    the first call that has no result; so does every result if no call has an id.
+    A result with an id answers the call with this id; if several calls have the id, the first of
+    them that has no result. A result without an id answers the first call that has no result. If no
+    call has an id, the ids of the results are ignored.
     Returns: the result of each call, by the call's index; and all other messages, in order.
     """
     indices: dict[str, list[int]] = {}

@@ -206,10 +206,10 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> int:
-        """Return a reply's end token, if the template writes it only before another message.
+        """Return the token that ends a reply, although the chat's rendering does not show it.
 
-        The chat is rendered with one more message. The token after the reply in this rendering is
-        the end token.
+        Some templates write this token only if another message follows. So the chat is rendered
+        with one more message. The end token is the first token after the reply.
 
         Args: whole: the text of the chat, which ends with the reply.
         Raises: BadChat if an engine does not stop at the token that was found.
@@ -319,9 +319,9 @@ def _message(row: Mapping[str, Any], number: int) -> Message:
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    """Return whether another library would not train a reply that has this field, or only a part.
+    """Return whether a field tells another library not to train a reply, or a part of it.
 
-    Example: _is_left_out("train", False), _is_left_out("masked", True) -> True, True
+    Example: ("train", False) -> True; ("masked", True) -> True; ("train", True) -> False
     """
     if value in (None, "", [], {}):
         return False

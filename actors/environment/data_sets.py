@@ -1,13 +1,11 @@
-"""Make tasks of existing data sets, whose columns are mapped by name.
+"""Make a task of each row of a data set; the configuration says which column is which entry.
 
 A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, a directory (written by
 `datasets.save_to_disk`, or with a data set's files), or a name on the Hugging Face hub. Files other
-than Parquet may be compressed by gzip (`.jsonl.gz`). The `datasets` library reads data sets, except
-local files of JSON and CSV, which `actors.environment.data_files` reads as they are written. Values
-of a CSV file are texts, and spaces around the names in its first line are removed.
-A column becomes an entry of the task's data, unless its name is empty; `task_id` and `seed` also
-become the task's id and seed. A row without an id gets an id by its content, so that the same rows
-in any order are the same tasks. The configuration uses this module.
+than Parquet may be compressed by gzip (`.jsonl.gz`). `actors.environment.data_files` reads local
+files of JSON and CSV, and the `datasets` library reads everything else. Values of a CSV file are
+texts; spaces around its columns' names are removed, and a column without a name is left out.
+A row without an id gets an id by its content: the same rows in any order are the same tasks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Invented chats. `rendering` renders new messages after them, to find the new messages' tokens.
+"""Invented ("dummy") chats, with which `rendering` finds the tokens of new messages.
 
-A dummy chat ends as the real reply does: in text, after a thought, or in calls with the same names
-and ids. A template may look at these parts of a reply when it renders the messages after the reply.
+`rendering` renders the new messages after a dummy chat; their tokens are what follows the chat. The
+last reply of a dummy chat has the same parts as the real reply: text, a thought, or calls with the
+same names and ids. A template may read these parts when it renders the messages after the reply.
 """
 
 from __future__ import annotations

@@ -221,11 +221,12 @@ class McpServer:
             raise await self._lost(opened, f"did not answer within {OPEN_LIMIT_S:g} s") from None
 
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
-        """Close a lost server unless another caller has closed it; return the ServerLost to raise.
+        """Close a server that was lost, and return the error to raise.
 
-        The next use opens the server again. This function waits until the server is closed, because
-        the event loop may end soon after, and would then leave the server half closed. opened: the
-        future of the lost client. what: what happened to the server, for the error.
+        Do nothing if another caller has closed it already. Wait for the end of the close: the event
+        loop may end soon, and would leave the server half closed. The next use opens the server
+        again.
+        Args: opened: the future of the lost client. what: what happened, for the error's text.
         """
         if self._opened is opened:
             await self.close()

@@ -152,16 +152,16 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether a class of options has instances. A TypedDict's values are plain dicts."""
+    """Return whether options of this class are its instances; those of a TypedDict are dicts."""
     return not issubclass(section, dict)
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return an environment's options as an instance of the environment's class of options.
 
-    If no options are given, return the default of the factory's parameter `options`, if any.
-    Returns: None if the factory takes its options as keyword arguments, or if the default is of
-        another type, such as None.
+    If no options are given and the factory's parameter `options` has a default, return the default.
+    Return None if this default is not an instance of a class of options, or if the factory takes
+    its options as keyword arguments.
     Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
@@ -231,12 +231,12 @@ def _unknown_names(annotation: Any) -> str:
 def _signature_of(
     factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
 ) -> inspect.Signature:
-    """Return the signature of a factory, with types in place of annotations that are texts.
+    """Return the signature of a factory; annotations that are texts are replaced by types.
 
     If the texts cannot be evaluated, they stay. If the factory has no signature, like some classes
     written in C, return a signature that takes any arguments.
-    unknown: only this function gives it when it calls itself: undefined names that it found in the
-    annotations, each with the type variable to use for it.
+    unknown: for the recursive call: the undefined names that were found in the annotations so far,
+    each with the type variable that replaces it.
     """
     called: Any = get_origin(factory) or factory
     try:

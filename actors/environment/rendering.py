@@ -1,11 +1,11 @@
 """Make prompts by appending tokens, so that the tokens of earlier turns stay as they are.
 
 A prompt is the last prompt + the sampled tokens + the delta, the tokens of the new messages. The
-delta is found by rendering the new messages after two dummy chats (`dummy_chats`). It is used if
+delta is found by rendering the new messages after two invented chats (`dummy_chats`). It is used if
 
-- both dummy chats give the same ids,
-- the new messages change nothing in the dummy chats before them (one part may disappear),
-- the delta shows the text of every new message, and the rendering of the real chat ends with it.
+- both dummy chats give the same delta,
+- a dummy chat's own rendering stays the same before the new messages (one part may disappear),
+- the delta has the text of every new message, and the real chat's rendering ends with the delta.
 
 Otherwise the whole chat is rendered, and the reason is counted. The rendering must show the text of
 every message, and the tools. The turn loop and the gateway use this module.
@@ -213,10 +213,10 @@ class ChatRenderer:
         return render(chat, tuple(tools))
 
     def check_tools(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
-        """Check that the template shows the tools of a chat that begins with these messages.
+        """Raise RenderError if the template shows neither the tools of a chat nor calls.
 
-        Some templates (DeepSeek R1) show calls but no tools; the system text must list the tools.
-        Raises: RenderError if the template shows neither tools nor calls.
+        A template that shows calls but no tools (DeepSeek R1) is accepted: the chat's system text
+        must list the tools. messages: the beginning of the chat.
         """
         marks = self._marks(marked(messages), marked_tools(tools)) if tools else None
         if marks is None or self.template.shows_calls:
@@ -240,13 +240,13 @@ class ChatRenderer:
     ) -> Extension:
         """Return the prompt of the next turn.
 
-        The prompt is previous + sampled + (the closing tokens that were not sampled) + the tokens
-        of the new messages. The real chat is rendered too, as text, to check these tokens. So the
-        time grows with the chat's length.
+        The prompt is previous + sampled + (the tokens that close the reply, if not sampled) + the
+        tokens of the new messages. As a check, the whole chat is rendered as text too, so the time
+        grows with the chat's length.
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, the reply to this prompt,
-        which may be cut off. history: every message so far, the reply last. An empty history means
-        that the reply is plain text, and that the real chat is not rendered for the check.
+        which may be cut off. history: every message so far, the reply last. If it is empty, the
+        reply counts as plain text, and the check is left out.
         new_messages: the messages after the reply; may be empty.
         Raises: RenderError if the whole chat has to be rendered and the template refuses it.
         """
@@ -349,10 +349,10 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """Return the marks that the template shows; None if it refuses the chat.
+        """Return the marks (unique words) that a chat's rendering shows; None if it is refused.
 
-        messages: a chat in which unique words, the marks, replace texts (`marked`) or follow them
-        (`with_mark`). after: search only after the last occurrence of this text; "" for no limit.
+        messages: a chat with a mark in place of each text (`marked`), or after one (`with_mark`).
+        after: search only what follows the last occurrence of this text; "" to search everything.
         """
         try:
             text = self.template.text(messages, tools, add_generation_prompt=True)
@@ -457,10 +457,10 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema],
     ) -> bool:
-        """Return whether the rendering of a real chat ends with the text of a delta.
+        """Return whether a real chat's rendering ends with `tail`, the text found by dummy chats.
 
-        Some templates read an earlier message, such as `/no_think`, to render the new messages; the
-        dummy chats lack this message. If the template refuses the real chat, the result is True.
+        A template may render new messages differently after a message with `/no_think`, which no
+        dummy chat has. If the template refuses the real chat, the result is True.
         """
         reply = history[-1]
 
@@ -496,10 +496,9 @@ class ChatRenderer:
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
         """Return how many of the tokens after a call's last argument belong to the call.
 
-        They are the tokens before the first end token, or all tokens if there is none. The policy
-        samples them itself.
-
-        Args: closing_ids: the tokens after the last argument in a chat that ends with the call.
+        These tokens, such as closing brackets, are sampled by the policy. They are the tokens
+        before the first end token, or all tokens if there is none.
+        closing_ids: the tokens after the last argument in a chat that ends with the call.
         """
         ends = (index for index, token in enumerate(closing_ids) if token in self._end_ids)
         return next(ends, len(closing_ids))
@@ -515,12 +514,11 @@ class ChatRenderer:
         return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """Return how many tokens at the start of `tail_ids` close the reply.
+        """Return how many tokens between a reply's text and the new messages close the reply.
 
-        The other tokens belong to new messages. The tokens with which both arguments begin close
-        the reply. If `closing_ids` is empty, only an end token at the start of `tail_ids` does.
-        Args: tail_ids: the tokens after a reply that new messages follow. closing_ids: the tokens
-        after the same reply as the last message.
+        Args: tail_ids: the tokens after the reply's text if new messages follow. closing_ids: the
+        tokens after the text if the chat ends with the reply. The tokens with which both begin
+        close the reply. If `closing_ids` is empty, only an end token at the start does.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -537,10 +535,11 @@ class ChatRenderer:
 
 
 def _head(text: str, question: str, mark: str) -> str:
-    """Return the part of a dummy chat's rendering that new messages must not change.
+    """Return the start of a dummy chat's rendering, which must be the same before new messages.
 
-    It ends with the question before the reply. Between the question and the reply's last text
-    `mark`, templates may change something, for example show the thought of the newest turn only.
+    It ends with `question`, before the reply. Text after `question`, up to `mark`, may change if
+    messages follow: some templates show the thought of the newest reply only.
+    mark: the reply's last text.
     """
     before, _, _ = text.partition(mark)
     head, found, _ = before.rpartition(question)
@@ -550,8 +549,8 @@ def _head(text: str, question: str, mark: str) -> str:
 def _only_loses(before: str, after: str) -> bool:
     """Return whether `after` is `before` with at most one contiguous part removed.
 
-    before, after: a dummy chat's rendering without and with new messages. A removed part is no
-    fault: the real prompt keeps this part, because tokens are only appended to the prompt.
+    before, after: a dummy chat's rendering without and with new messages. One removed part is no
+    fault. The real prompt keeps such a part, because tokens are only appended to the prompt.
     """
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
@@ -574,7 +573,7 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _overlap(sampled: TokenIds, closing: TokenIds) -> int:
-    """Return how many closing tokens the policy itself sampled at the end of its reply."""
+    """Return how many tokens at the end of `sampled` are also the first tokens of `closing`."""
     if not closing.shape[0]:
         return 0
     end: list[int] = sampled[-closing.shape[0] :].tolist()

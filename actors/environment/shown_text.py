@@ -148,15 +148,15 @@ def unshown(
 ) -> Iterator[Said]:
     """Yield the texts of a chat that the chat's rendering does not show.
 
-    A text is shown if the rendering has its words, and if the template also shows a mark that
-    replaces the text or is appended to it.
+    A text is shown if the rendering has its words, and if the template also shows a mark (a unique
+    word) that replaces the text or is appended to it.
 
     Args:
         text: The rendering.
-        marks: The marks that the template shows if a mark replaces each text (`marked`); None if
-            they are not known.
-        in_place: Appends a text's mark to the text (`with_mark`), and returns whether the template
-            shows the mark. It is called only for texts whose mark is not in `marks`.
+        marks: The marks that a second rendering shows, in which a mark replaces each text
+            (`marked`); None if the template refused that rendering.
+        in_place: Called for a text whose mark is not in `marks`. It renders the chat with the mark
+            appended to the text (`with_mark`), and returns whether the mark is shown.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:
@@ -184,18 +184,18 @@ def marked_system(messages: Sequence[Message]) -> tuple[Message, ...]:
 def only_moves(
     text: str, tail: str, history: Sequence[Message], *, bare: str, with_marks: str
 ) -> bool:
-    """Return whether a chat's rendering lacks an expected end only because system texts moved.
+    """Return whether a rendering lacks its expected end only because system texts were moved.
 
     Some templates (Mistral Nemo) move the system text into the newest message of the user. Then the
-    rendering does not end with `tail`, the text of the new messages. Appending `tail` is right
-    nevertheless: the prompt keeps the system text at its first place.
+    rendering does not end with `tail`, the text of the new messages. The caller may append `tail`
+    nevertheless, because the prompt keeps the system text at its first place.
 
-    A system text may also choose the template's mode; then `tail` may be wrong. The result is True
-    only if a mark in place of the system text leaves the rest of the rendering unchanged, and if
-    without system texts just one part is missing. White space is not compared.
+    If a system text has another effect, such as a choice of the template's mode, the result is
+    False. White space is not compared.
 
-    Args: text: the rendering of the chat. bare: the rendering without system texts. with_marks: the
-    rendering of the chat after `marked_system`. history: the chat up to the reply.
+    Args: text: the rendering of the chat. history: the chat up to the reply. bare: the rendering
+    without system texts; it must end with `tail` and lack nothing else. with_marks: the rendering
+    of `marked_system`; it must be equal to `text` except for the marks.
     """
     text, tail, bare, with_marks = map(_dense, (text, tail, bare, with_marks))
     if text.endswith(tail) or not bare.endswith(tail):

@@ -1,10 +1,10 @@
-"""Return the training task at an index, and held-out tasks; read and write task files.
+"""The sources of training tasks and of held-out tasks; readers and writers of task files.
 
-An index has the same task in every process and after every restart. Training tasks and held-out
-tasks never overlap: generated tasks of the two kinds draw their seeds from disjoint ranges, and a
+A source has the same task at an index in every process and after every restart. Training tasks and
+held-out tasks never overlap: generated tasks draw their seeds from two disjoint ranges, and a
 file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by weight. A
-file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a whole number,
-0 or more) and `data` (an object; JSON text in a Parquet column). The training loop uses it.
+task file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a whole
+number, 0 or more) and `data` (an object; JSON text in a Parquet column).
 """
 
 from __future__ import annotations

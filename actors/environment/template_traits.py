@@ -52,7 +52,7 @@ class CallForm:
         """Return whether a reply begins more calls than the parser has read.
 
         text: the reply without its thinking. arguments: the arguments of each call that the parser
-        has read; a start within them is text.
+        has read. If the text that begins a call occurs in these arguments, it begins no call there.
         """
         # A thought stays in the text if no parser of thoughts is used.
         begun = self._num_begun(visible_text(text)) - sum(map(self._num_begun, arguments))
@@ -304,10 +304,10 @@ def changed_text(renderer: ChatRenderer) -> str:
 
 
 def num_repeated(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> int:
-    """Return how many tokens of tools each later message of a user puts into a chat again.
+    """Return by how many tokens the tools lengthen a prompt at each later message of a user.
 
-    Mistral's templates show the tools before the newest message of a user. In a chat that grows by
-    appending, they stay where they were and are shown again.
+    Mistral's templates show the tools before the newest message of a user. In a prompt that grows
+    by appending, the earlier copies of the tools stay, and each such message adds one more copy.
     """
 
     def num_added(shown: Sequence[ToolSchema]) -> int | None:

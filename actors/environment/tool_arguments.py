@@ -93,7 +93,7 @@ def arguments_model(
 def _strict(schema: Any) -> Any:
     """Make the classes in a core schema of pydantic refuse unknown fields, NaN and infinity.
 
-    What the configuration of a class says about them is not changed.
+    If the configuration of a class says itself what to do with one of these, it is not changed.
     """
     # Members of an enum may be lists, tuples or dicts of a class of their own.
     if type(schema) in (list, tuple):

@@ -253,9 +253,11 @@ def _needs_integer(key: str, schema: Mapping[str, Any]) -> bool:
 
 
 def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the schemas of an argument: those of its name, or the schema of all other names.
+    """Return the schemas that the argument `key` of a tool must satisfy; True allows any value.
 
-    A schema that says nothing about other names allows them only if it names none.
+    These are the schemas under `properties` and `patternProperties` that fit the name `key`. If
+    none fits, it is `additionalProperties`. If that is absent too, the argument is allowed (True)
+    only if the tool's schema names no arguments at all; otherwise it is unknown (False).
     """
     properties = schema.get("properties", {})
     patterns = schema.get("patternProperties") or {}

@@ -91,11 +91,10 @@ async def play_episode(
     """Play one attempt of one rollout, and return its trajectory.
 
     Args: make_environment: called once; a failure in it is an environment error like any other.
-    max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation:
-    whether to record the last observation if it fills the context, so that there is no room for
-    another reply. The sample then ends with as much of the observation as fits, so that a critic
-    can bootstrap from this state. kept: the tokens that may be sampled in an evaluation; None
-    allows every token.
+    max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation: if
+    the last observation leaves no room for another reply, whether to record as much of it as fits
+    at the end of the sample. A critic can then bootstrap from this state. kept: the tokens that
+    may be sampled in an evaluation; None allows every token.
     Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
     """
     # The environment, its tools and its reward functions read these in the episode's context.

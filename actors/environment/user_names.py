@@ -128,11 +128,11 @@ def find(text: str, *, what: str) -> Any:
 
 
 def helpers_from_elsewhere(text: str) -> Iterator[str]:
-    """Yield a warning for each file beside a user's module that a module elsewhere hides.
+    """Yield a warning for each import of a user's module that found another file than expected.
 
-    Python looks up modules from the directory in which the command is started. A user may expect
-    that it looks beside the importing file first, as `python FILE.py` does. Python's own modules
-    are left out.
+    A user may expect that `import helpers` finds helpers.py beside the importing file, as with
+    `python FILE.py`. But Python searches the directory in which the command is started, and may
+    find another helpers.py. Python's own modules are left out.
     text: name of a function or class in the user's module, which is imported already.
     """
     module = sys.modules.get(module_of(text, what="function"))

@@ -150,7 +150,8 @@ class SingleTurnEnvironment:
     async def score_by(self, function: RewardFunction | Judge, completion: str) -> Score:
         """Score an answer to the current task by one of this environment's `functions`.
 
-        A group function is called with a group of two rollouts, which both have this answer.
+        A group function needs a group, so it is called with two rollouts that both have this
+        answer.
 
         Raises: RewardError if the function returns no score; any exception that it raises itself.
         """
