@@ -205,9 +205,10 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    The ratio trainer / sampler of a token is the trainer's probability of the token, divided by the
-    sampler's. If `denominator` is old, the trainer's probability is taken at the step's start;
-    otherwise it is the current one. A band [low, high] is a range of this ratio.
+    The fields `token_band`, `sequence_band` and `outlier_below` leave tokens out of training by
+    their ratio trainer / sampler. This ratio is the trainer's probability of the token, divided by
+    the sampler's. If `denominator` is old, the trainer's probability at the step's start is used,
+    otherwise the current one.
     """
 
     __pydantic_config__ = STRICT

@@ -147,10 +147,10 @@ micro-batches. Every rank has the same number of micro-batches.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRow:
-    """A row for the critic.
+    """A row on which the critic is trained, with the old and the wanted value of each state.
 
-    Each of the row's M trained tokens was sampled in a state. The state of trained token m consists
-    of the tokens on the path from the root to row.loss_positions[m].
+    A state is what precedes a trained token. The state of trained token m consists of the tokens on
+    the path from the root to row.loss_positions[m].
     """
 
     row: MicroBatch

@@ -1,15 +1,15 @@
 """Guess from token ids why a turn began a new sample instead of extending one.
 
-The turn's prompt is compared with the sample with which it shares the longest prefix. The guess
-assumes that a single span of tokens changed. The span begins at the first token that differs. It
-ends where the prompt has the last few tokens of the sample again. The reason is
+The turn's prompt is compared with the sample that has the longest common prefix with it. The guess
+assumes that the prompt replaced one span of the sample's tokens. The span begins at the first token
+that differs, and ends where the rest of the sample follows in the prompt. The reason is
 
 - tools_changed, if the span is in the first prompt, which has system text and tool schemas
 - retokenised, if the span is in sampled tokens: the same text was encoded differently
 - template, if the span is in an observation, or if the prompt only has additional tokens
-- history_rewritten, if later tokens were only deleted (a stripped thought, a compacted history), if
-  the span covers more than one region, such as an action and the next observation (`regions`), or
-  if its end is not found
+- history_rewritten, if tokens after the first prompt were deleted and not replaced (a stripped
+  thought, a compacted history); if the span covers more than one region (`regions`), such as an
+  action and the next observation; or if no end of the span is found
 
 The counts of reasons are hints, not proofs: a rewritten text that keeps its end looks like a
 re-tokenised text, and two small changes in one turn look like a rewritten history. The sample
@@ -81,11 +81,11 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Return the index in `prompt` at which the text that replaced a part of the sample ends.
+    """Find the last tokens of the sample in the prompt; return the index after them, or None.
 
-    The replacement begins at `position`. Its end is found by searching `prompt`, from `position`
-    on, for the sample's last ANCHOR_TOKENS tokens, then for fewer, down to SHORTEST_ANCHOR_TOKENS.
-    Return None if they are not found.
+    At this index ends the part of the prompt that corresponds to the sample; the tokens after it
+    are new. The search begins at `position`. It looks for the sample's last ANCHOR_TOKENS tokens,
+    then for fewer, down to SHORTEST_ANCHOR_TOKENS.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):

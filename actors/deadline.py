@@ -1,8 +1,8 @@
-"""Await a call with a deadline or during other work, without losing a cancellation; retry calls.
+"""Wait for a call with a time limit, run tasks side by side, and repeat calls that failed.
 
-These functions replace `asyncio.wait_for`, which in Python 3.11 loses a cancellation that arrives
-together with the result, so that a loop around it never stops. Use them wherever an actor awaits
-another actor, or an event.
+`asyncio.wait_for` of Python 3.11 loses a cancellation that arrives together with the result, so
+that a loop around it never stops. The functions here lose no cancellation. Use them wherever an
+actor awaits another actor, or an event.
 """
 
 from __future__ import annotations

@@ -38,9 +38,10 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return a `__pydantic_config__` for task data that may be empty: STRICT, and one more rule.
+    """Return a `__pydantic_config__` for a class of task data: empty data are valid too.
 
-    rule: keywords of JSON schema, which all data but empty data must satisfy.
+    Like STRICT, it forbids unknown entries. rule: keywords of JSON schema that data must satisfy
+    unless they are empty.
     Example: strict_unless_empty(required=["question"]) allows {} and {"question": "…"}, but not
         {"answer": "…"}.
     """

@@ -168,11 +168,11 @@ class RolloutMetrics:
 
 
 class LedgerMetrics:
-    """Metrics of the ledger and the queue.
+    """Metrics of the queue, and of the ledger, which records what became of each rollout.
 
-    They count admitted rollouts by their state, stored rows of the ledger, and what waits in the
-    queue. If the run returns to a checkpoint, the gauges return to their values at that checkpoint.
-    The counter of rows never decreases: rows that the return has undone still count.
+    They count rollouts by their state, rows of the ledger, and trajectories that wait in the queue.
+    If the run returns to a checkpoint, the gauges return to their values at that checkpoint. The
+    counter `events` never decreases: rows of the ledger that were undone by the return still count.
     """
 
     def __init__(self, registry: AtomicRegistry) -> None:

@@ -346,8 +346,8 @@ def _types_of(section: Any) -> Mapping[str, Any]:
 def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the types of a class's attributes, by the attribute's name.
 
-    A name in an annotation that cannot be resolved, for instance in a ClassVar, counts as Any.
-    unknown: such names that were found so far, for the recursive call.
+    If a name in an annotation cannot be resolved, for instance in a ClassVar, Any replaces it.
+    unknown: for the recursive call: such names that were found so far, each with Any.
     """
     try:
         return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)

@@ -4,13 +4,13 @@ Versions count publications, not steps. If the weights of a restarted trainer ar
 to the published weights, the trainer publishes the weights of that step again under the next
 version (docs/semantics.md). Both versions belong to one step, and tokens do not age between them.
 
-If a run returns to a checkpoint, the versions after the checkpoint are undone, and other weights
-get their numbers. Stored turns of sessions may hold tokens of undone versions, which are then
-marked (`UNDONE`). Such a token is trained with its recorded log-probability, which is not compared
-with the trainer's, and its age is never negative.
+If a run returns to a checkpoint, the versions after the checkpoint are undone, and their numbers
+are used again for other weights. A stored turn of a session may have tokens of undone versions.
+The versions of these tokens are marked (`UNDONE` is added). The tokens are trained with their
+recorded log-probabilities, without a comparison with the trainer's; their age is never negative.
 
-The merge actor records ages in reports and the journal, and the trainer refuses tokens whose age
-exceeds a bound; the audit and the gateway use ages too.
+The trainer refuses tokens whose age exceeds a bound. Reports, the journal, the audit and the
+gateway use ages too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the last version of a term that no later term has undone; None without a later term.
+    """Return the last valid version of a term; None if no later term has undone any version.
 
     Each start or recovery of a run begins a new term. The new term continues from a version, and
     undoes all later versions of the earlier terms.

@@ -1,14 +1,15 @@
-"""The first stage of a step: decode its closed groups, shape rewards and classify the members.
+"""The first stage of a step: decode trajectories, adjust rewards, and decide what is trained.
 
-To classify a member is to decide whether a reference or a critic scores it, and whether it is in
-the loss. A member that is not in the loss has a reason. The decision follows the environment's
-rules for outcomes (`actors.outcomes`). Pure; called by the merge actor.
+`classify` makes a `Member` of each trajectory, and decides whether it counts in its group's
+baseline and in the loss. The environment's rules for outcomes (`actors.outcomes`) decide this. A
+member that is not in the loss has a reason. Pure; called by the merge actor.
 
-Rewards are adjusted in this order: `shaped_rewards` clips the return and subtracts the penalties
-for an overlong trajectory and for a missing end token; `classify` applies the outcome's rule;
-`charge_kl`, called by `step` after a reference has scored the samples, subtracts the KL. The KL is
-subtracted per token, everything else from the last turn's reward. Group statistics use the adjusted
-rewards; the trajectory keeps the environment's own rewards.
+Rewards are adjusted in this order:
+1. `shaped_rewards` clips the return, and subtracts the penalties for an overlong trajectory and for
+   a missing end token, both from the last turn's reward.
+2. `classify` applies the outcome's rule, also to the last turn's reward.
+3. `charge_kl` subtracts the KL of each token, after a reference has scored the samples.
+Group statistics use the adjusted rewards; the trajectory keeps the environment's own rewards.
 """
 
 from __future__ import annotations

@@ -116,17 +116,16 @@ def build_flat(samples: Sequence[TokenIds]) -> PrefixForest:
 def row_experts(
     samples: Sequence[Sample], forest: PrefixForest
 ) -> tuple[ExpertRecords | None, int]:
-    """Choose the routing record of each position of a row, from the records of the row's samples.
+    """Choose the expert record of each token of a row, from the records of the row's samples.
 
-    The experts of a token depend on the token and on all tokens before it. So samples that share a
-    prefix may also share the routing records of the prefix. If several samples have a record of the
-    same token after the same tokens, all of them use the first sample's record. A sample without a
-    record of the token uses the record of another sample. This is done in rows without shared
-    prefixes too, so that sharing prefixes changes no number.
+    The experts of a token depend only on the token and the tokens before it. So all samples with
+    the same prefix use the same record for the prefix's last token: the record of the first sample
+    that has one. This is done in rows without shared prefixes too, so that the numbers do not
+    depend on whether prefixes are shared.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
-    Returns: the row's records, None if no sample has any; and the number of records that were
-        replaced by a record with other experts.
+    Returns: the row's records, None if no sample has any; and the number of samples' records that
+        were replaced by a record with other experts.
     Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
         the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c]; the number is 1 if b
         differs from a, otherwise 0.
@@ -157,8 +156,8 @@ def row_experts(
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
     """Count the records that were replaced by a record with other experts.
 
-    counting: [R], for each record, the index of the record that is used in its place: its own index
-    if the record itself is used.
+    counting: [R], for each record, the index of the record that is used, which is the record's own
+    index if it was not replaced.
     """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)
@@ -199,8 +198,8 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring trajectories, in prefix order; arrays are [N].
 
-    The number of leading tokens that two items share is the minimum of `shared` and `inner` over
-    the items between the two. So the size of any row can be computed without the tokens.
+    Only the lengths of common prefixes are stored, because the size of any row follows from them
+    without the tokens (`between`).
     """
 
     order: list[int]
@@ -236,6 +235,7 @@ class SortedItems:
 
     def between(self, left: int, right: int) -> int:
         """Return the number of leading tokens that item `left` and a later item `right` share."""
+        # In a sorted list, it is the shortest prefix that two neighbours from left to right share.
         shared = int(self.shared[left + 1 : right + 1].min())
         return min(shared, int(self.inner[left + 1 : right].min(initial=shared)))
 

@@ -9,12 +9,12 @@ the batch.
 
 A group without a signal (equal returns, one member, or a negative return with scale mean) has
 advantage 0. Such a group is trained only if the loss has an entropy bonus or a KL term. Otherwise
-the group is left out of the rows but counts in the loss weights; if such groups did not count, the
-few groups whose returns differ would be weighted as if they were the whole step.
+it is left out of the rows, but still counts in the means from which the loss weights come. If it
+did not, the few groups whose returns differ would be weighted as if they were the whole step.
 
-The trainer's loss is sum_t w_t loss_t and divides by nothing, so it does not change when turns are
-merged, rows packed, or tokens dealt to micro-batches and ranks. Each aggregation gives all tokens
-of a trajectory the same weight w. Letters: [N] trajectories of one update.
+The trainer's loss is the sum of weight times loss over all tokens, and is divided by nothing. So it
+does not depend on how turns are merged into samples, rows packed, and tokens distributed to
+micro-batches and ranks. All tokens of a trajectory have the same weight.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def weigh_updates(
 ) -> list[list[list[WeightedSample]]]:
     """Split the trained members into the step's updates, and weight their tokens.
 
-    Members without a signal are not trained, but count in the denominators of the loss. Each update
-    counts a share of these members, in proportion to the tokens, trajectories and groups that it
-    trains (`share_of`).
+    A weight is 1 divided by a count, for example of the update's tokens (`trajectory_weights`).
+    Untrained members without a signal (all advantages of their group are 0) count too. They are
+    divided among the updates in proportion to what each update trains (`share_of`).
 
     Args: members: all members of the step, in the step's order.
     Returns: [updates][trajectories of the update][samples of the trajectory]; samples without a
@@ -322,10 +322,11 @@ def trajectory_weights(
 
 
 def share_of(size: Float64s, *, part: Float64s, whole: Float64s) -> Float64s:
-    """Return the share of `size` that one update of a step gets, `size * part / whole`.
+    """Return the share of `size` that one update of a step gets: `size * part / whole`.
 
-    Args: [3] float64 each, numbers of tokens, trajectories and groups. size: what is divided among
-    the updates. part: what this update trains. whole: what the whole step trains.
+    Each argument has three numbers: of tokens, of trajectories and of groups, [3] float64.
+    Args: size: the members without a signal. part: what the update trains. whole: what the step
+    trains.
     Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5
     """
     return size * part / np.maximum(1, whole)

@@ -163,7 +163,9 @@ class TrainerRankActor:
         )
 
     def keep_weights(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
-        """Pack the weights, keep them and broadcast them to engines that register on the board.
+        """Pack the weights, keep them, and broadcast them to engines that ask the weight board.
+
+        The broadcasts take place in a thread, after this call.
 
         Returns: on rank 0, the packed groups without their bytes; on other ranks, ().
         """
@@ -191,7 +193,7 @@ class TrainerRankActor:
 
 
 def _group_former(board: ActorHandle) -> Callable[[Publication, str, float], Seat | None]:
-    """Return the function by which a `Sender` requests a group of engines for its next broadcast.
+    """Return the function by which a `Sender` asks the weight board for engines to broadcast to.
 
     The function calls `WeightBoard.form_group` and blocks; the sender has its own thread for it.
     It returns None if the board does not answer in time. It raises StaleTerm if the board died.
