@@ -83,9 +83,9 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
     """Find the last tokens of the sample in the prompt; return the index after them, or None.
 
-    At this index ends the part of the prompt that corresponds to the sample; the tokens after it
-    are new. The search begins at `position`. It looks for the sample's last ANCHOR_TOKENS tokens,
-    then for fewer, down to SHORTEST_ANCHOR_TOKENS.
+    The part of the prompt that corresponds to the sample ends at this index; what follows is new.
+    The search begins at `position`. It looks for the sample's last ANCHOR_TOKENS tokens, then for
+    fewer, down to SHORTEST_ANCHOR_TOKENS.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):

@@ -38,7 +38,7 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return a `__pydantic_config__` for a class of task data: empty data are valid too.
+    """Return the `__pydantic_config__` of a class of task data that may also be empty.
 
     Like STRICT, it forbids unknown entries. rule: keywords of JSON schema that data must satisfy
     unless they are empty.

@@ -58,7 +58,7 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the last valid version of a term; None if no later term has undone any version.
+    """Return the last valid version of a term; None if no later term has begun.
 
     Each start or recovery of a run begins a new term. The new term continues from a version, and
     undoes all later versions of the earlier terms.

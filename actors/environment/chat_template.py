@@ -268,7 +268,7 @@ class ChatTemplate:
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
         """Return whether a reply with text and calls must be given as two messages.
 
-        The template then shows both the text and the calls only if they are in two messages.
+        Some templates show both the text and the calls only if they are in two messages.
         form: the format with one message. split: the same format with two messages.
         """
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))

@@ -298,7 +298,7 @@ def read_chats(
     if not chats:
         raise BadTaskFile(
             f"data set {source}: all {num_read} chats are longer than model.max_context_tokens "
-            f"({max_tokens}); expected a shorter one; raise it"
+            f"({max_tokens}); expected a shorter one; raise the limit"
         )
     if num_long:
         tell(f"{num_long} of {num_read} chats are longer than {max_tokens} tokens and are left out")

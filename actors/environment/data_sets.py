@@ -1,4 +1,4 @@
-"""Make a task of each row of a data set; the configuration says which column is which entry.
+"""Make a task of each row of a data set; the columns become the entries of the task's data.
 
 A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, a directory (written by
 `datasets.save_to_disk`, or with a data set's files), or a name on the Hugging Face hub. Files other

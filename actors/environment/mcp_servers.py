@@ -223,9 +223,9 @@ class McpServer:
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
         """Close a server that was lost, and return the error to raise.
 
-        Do nothing if another caller has closed it already. Wait for the end of the close: the event
-        loop may end soon, and would leave the server half closed. The next use opens the server
-        again.
+        If another caller has closed the server already, only return the error. Wait until the
+        server is closed: the event loop may end soon, and would leave the server half closed. The
+        next use opens the server again.
         Args: opened: the future of the lost client. what: what happened, for the error's text.
         """
         if self._opened is opened:

@@ -152,7 +152,7 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether options of this class are its instances; those of a TypedDict are dicts."""
+    """Return whether options of this class are objects of the class, not dicts (TypedDict)."""
     return not issubclass(section, dict)
 
 

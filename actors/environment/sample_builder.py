@@ -1,13 +1,13 @@
 """Build the samples of one trajectory while it is played.
 
 A turn extends a sample if the sample's ids are an exact prefix of the turn's prompt; the other
-tokens of the prompt are observation, with mask 0. All samples stay open. A turn that could extend
-several samples extends the longest of them, and the newest of equally long ones. `append` takes a
-turn that is known to continue the last turn, so it compares no ids. `add` takes any turn, and
-compares the turn's prompt with every open sample. A property test compares `append` and `add` with
-a plain implementation (`tests/worlds/checks/prefix_merge.py`).
+tokens of the prompt are observation, with mask 0. A turn may extend any earlier sample. If it could
+extend several, it extends the longest, and the newest of equally long ones. `append` takes a turn
+that is known to continue the last turn, so it compares no ids. `add` takes any turn, and compares
+the turn's prompt with every sample. A property test compares `append` and `add` with a plain
+implementation (`tests/worlds/checks/prefix_merge.py`).
 
-For each open sample the builder keeps only the newest prompt and reply, which have all ids of the
+For each sample the builder keeps only the newest prompt and reply, which have all ids of the
 sample. It keeps no earlier prompt, because all prompts of a long trajectory would need much memory.
 The turn loop, `service.gateway.ends` and `chats` use this module.
 """

@@ -191,11 +191,11 @@ def only_moves(
     nevertheless, because the prompt keeps the system text at its first place.
 
     If a system text has another effect, such as a choice of the template's mode, the result is
-    False. White space is not compared.
+    False. It is True only if the rendering without system texts lacks just one part, and if marks
+    in place of the system texts change nothing else. White space is not compared.
 
     Args: text: the rendering of the chat. history: the chat up to the reply. bare: the rendering
-    without system texts; it must end with `tail` and lack nothing else. with_marks: the rendering
-    of `marked_system`; it must be equal to `text` except for the marks.
+    without system texts. with_marks: the rendering of the chat after `marked_system`.
     """
     text, tail, bare, with_marks = map(_dense, (text, tail, bare, with_marks))
     if text.endswith(tail) or not bare.endswith(tail):

@@ -285,8 +285,8 @@ def sort_trajectories(
 def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[int]:
     """Cut the items into parts of at most max_tokens tokens and max_cost cost.
 
-    First cut wherever two neighbours share no prefix. Then cut each part that is too large where
-    two neighbours share the shortest prefix; of several such places take the one nearest to the
+    First cut between all neighbours that share no prefix. Then, as long as a part is too large, cut
+    it between the two neighbours with the shortest common prefix; among equals, nearest to the
     middle. A part of one item may exceed the limits.
     Returns: the bounds of the parts, from 0 to N.
     """

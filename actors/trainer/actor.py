@@ -68,7 +68,7 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def progress(self) -> int:
-        """Return a number that grows while this rank starts, loads, writes or gathers."""
+        """Return a number that grows as the rank works. If it stops growing, the rank may hang."""
         if self._rank is not None:
             return self._moved.total
         # Loading a model fills memory, and checking it takes time.

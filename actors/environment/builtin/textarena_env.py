@@ -197,7 +197,7 @@ class _Game:
 
 
 def _format_observation(observation: Any, seat: int) -> str:
-    """Return what the player with the number `seat` sees as text, without the player's own moves.
+    """Return an observation as text for the player number `seat`, without the player's own moves.
 
     An observation is a list of messages or, if the game has wrappers, a text.
     """
