@@ -71,11 +71,11 @@ def learning_rate_at(
     The rate depends only on num_updates and the settings. So checkpoints need no state of a
     scheduler, and a resumed run has the same rates as an uninterrupted run.
 
-    Let n = num_updates, W = warmup_updates, N = updates. The decay begins at B = W, or for wsd at B
-    = N - decay_updates. Let p = (n - B) / (N - B), clipped to [0, 1].
-
-    If n < W: rate = learning_rate (n + 1) / W. Otherwise rate = learning_rate (m + (1 - m) f), with
-    m = min_ratio and f = 1 (constant), 1 - p (linear, wsd), (1 + cos(pi p)) / 2 (cosine).
+    Let n = num_updates, W = warmup_updates, N = updates and m = min_ratio.
+    - Warm-up, n < W: rate = learning_rate (n + 1) / W.
+    - After it: rate = learning_rate (m + (1 - m) f), with f = 1 (constant), 1 - p (linear, wsd) or
+      (1 + cos(pi p)) / 2 (cosine). Here p = (n - B) / (N - B), clipped to [0, 1]. The decay begins
+      at B, which is W, except for wsd: N - decay_updates.
 
     Source: transformers' `get_scheduler`. Deviations: the first update of transformers' warm-up has
     rate 0, and ours has learning_rate / W. With wsd, transformers' warm-up rises from the minimum
@@ -428,14 +428,15 @@ class AlgorithmSettings:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether a step's groups are admitted only after the step before is trained."""
+        """Whether a step's groups are admitted only after the previous step has been trained."""
         return self.max_lag == 0
 
     @property
     def window(self) -> int:
-        """The number W of consecutive group numbers from which a step takes its groups.
+        """The number W: a step takes each of its groups from W consecutive group numbers.
 
-        If `window_groups` is null, W is P (`groups_per_step`), or 1 if training is synchronous.
+        The first of these is the oldest number that no step has taken. If `window_groups` is null,
+        W is P (`groups_per_step`), or 1 if training is synchronous.
         """
         return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 

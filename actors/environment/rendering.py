@@ -457,10 +457,11 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema],
     ) -> bool:
-        """Return whether a real chat's rendering ends with `tail`, the text found by dummy chats.
+        """Return whether a real chat's rendering ends with `tail`, the text of a delta.
 
-        A template may render new messages differently after a message with `/no_think`, which no
-        dummy chat has. If the template refuses the real chat, the result is True.
+        The delta was found with dummy chats. A template may render the new messages differently in
+        the real chat, for example if an earlier message has `/no_think`. If the template refuses
+        the real chat, the result is True.
         """
         reply = history[-1]
 
@@ -535,7 +536,7 @@ class ChatRenderer:
 
 
 def _head(text: str, question: str, mark: str) -> str:
-    """Return the start of a dummy chat's rendering, which must be the same before new messages.
+    """Return the start of a dummy chat's rendering, which new messages must not change.
 
     It ends with `question`, before the reply. Text after `question`, up to `mark`, may change if
     messages follow: some templates show the thought of the newest reply only.

@@ -284,7 +284,7 @@ class _Episode:
     def _check_chat(
         self, method: str, messages: Sequence[Message], *, history: Sequence[Message] = ()
     ) -> None:
-        """End the episode if the policy could not see who speaks or what a result answers."""
+        """End the episode if the policy could not see who speaks or which call a result answers."""
         try:
             self._renderer.template.check_chat(messages, history=history)
         except RenderError as error:

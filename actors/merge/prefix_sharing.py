@@ -56,10 +56,10 @@ def prefix_order(samples: Sequence[TokenIds]) -> list[int]:
 
 
 def build_forest(samples: Sequence[TokenIds]) -> PrefixForest:
-    """Share every common prefix of the samples.
+    """Return a forest in which every common prefix of the samples is stored once.
 
-    The samples are added in prefix order. Each sample adds the tokens after its common prefix with
-    the previous sample, and branches off that sample's path at the end of the common prefix.
+    The samples are added in prefix order. Each sample adds only the tokens after its common prefix
+    with the previous sample; they branch off the previous sample's path where this prefix ends.
 
     Args: samples: [L_b] int32 each, B >= 1, not empty, ids at least 0.
     Example: [1, 2, 3], [1, 2, 4, 5] and [1, 2] -> token_ids [1, 2, 3, 4, 5], position_ids [0, 1, 2,

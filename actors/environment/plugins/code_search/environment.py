@@ -8,7 +8,7 @@ turn. The answer ends the task. Its reward is the F1 over the files (`grade_file
 A turn is malformed if
 
 - it has no call or too many calls,
-- a call cannot be read, or has an argument that fits no repository, such as a broken pattern,
+- a call cannot be read, or has an argument that is wrong for any repository (a broken pattern),
 - a call of `answer` has no list of paths, or is not the only call.
 
 A malformed turn costs `malformed_penalty` (component `malformed`) and is answered with one sentence
