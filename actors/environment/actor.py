@@ -312,8 +312,8 @@ class EnvironmentActor:
     def _maker_of(self, settings: EnvironmentSettings) -> Callable[[], Environment]:
         """Return a function that makes an environment, in a worker process or in this process.
 
-        An environment runs in a worker process, unless it is built in, `rollouts.inline` is true,
-        or its module cannot be imported there.
+        It runs in this process if it is built in, if `rollouts.inline` is true, or if a worker
+        cannot import its module. Otherwise it runs in a worker process.
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
         name, rollouts = settings.environment, settings.rollouts or self._settings.rollouts

@@ -72,7 +72,7 @@ class FunctionTool:
         """Check a call's arguments; return them converted to the types in the function's signature.
 
         Some parsers of vLLM (qwen3_coder, qwen3_xml) give an object or a list as JSON text if its
-        schema is a $ref or an anyOf. Such a text is parsed, unless the argument's type accepts it.
+        schema is a $ref or an anyOf. This text is parsed if the argument's type does not accept it.
         Raises: BadArguments if the arguments do not fit.
         """
         try:

@@ -1,4 +1,4 @@
-"""Compute a step's counts and statistics from the same members and rows as its batch.
+"""Compute a step's counts and statistics from the members and rows of its batch.
 
 A statistic that is not known (no return, nothing trained) is absent, not 0. Called by `step`.
 """

@@ -178,8 +178,7 @@ class SingleTurnEnvironment:
     def filled_columns(self) -> frozenset[str]:
         """The columns in which the reward functions expect no nulls.
 
-        These are the columns that a function requires, unless the argument's annotation allows
-        None.
+        These are the required arguments of the functions, except those that may be None.
         """
         return frozenset(
             name
