@@ -2,15 +2,17 @@
 
     python -I -S server_keeper.py PID COMMAND...
 
-The user is the process that starts this program; PID is its process id. COMMAND starts the server.
-A server may start other processes (launchers such as npx, uvx or `sh -c` do), which would outlive
-the server and the user. To prevent this, the program consists of two processes. The first is the
-user's child; it starts the second, the keeper, and passes signals on to it. The keeper starts the
-server, and becomes the parent of the server's orphaned descendants. It ends all descendants when
-the server, the first process or the user has ended. The keeper is not the user's child, because Ray
-kills the children of a worker that it ends. Only the server has the standard input and output.
-`mcp_servers` starts this program once for each server; the program imports only the standard
-library, so that it costs little. It needs Linux.
+The user is the process that starts this program (`mcp_servers`); PID is its process id. COMMAND
+starts the server. A server may start other processes (launchers such as npx, uvx or `sh -c` do),
+which would outlive the server and the user. Therefore the program consists of two processes:
+
+- The first process is the user's child. It starts the second, and passes signals on to it.
+- The second process, the keeper, starts the server, and becomes the parent of the server's orphaned
+  descendants. It ends all of them when the server, the first process or the user has ended. It is
+  not the user's child, because Ray kills the children of a worker that it ends.
+
+Only the server has the standard input and output. The program imports only the standard library, so
+that it costs little. It needs Linux.
 """
 
 from __future__ import annotations
