@@ -2,7 +2,7 @@
 
 `check_calls` checks the calls that the engine's parser has read, whatever form the model writes.
 `parse_tool_calls` reads the calls itself, without vLLM's parser, if they have the form that most
-chat templates teach and that the tiny model writes:
+chat templates teach and that the built-in tiny model writes:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>
 
