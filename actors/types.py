@@ -401,12 +401,12 @@ class Trajectory(Attempt):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the return is a grade of the trajectory, which a baseline may use unchanged.
+        """Whether the trajectory got a reward, so that its return says how good it was.
 
-        A trajectory that was played to its end is graded, unless its reward could not be computed.
-        A truncated or aborted trajectory is graded if `was_rewarded` says that it got a reward. If
-        was_rewarded is None, the trajectory is graded if its last turn has a reward component or a
-        reward other than 0.
+        A return of 0 may also mean that nothing was rewarded. A trajectory that was played to its
+        end is graded. A trajectory whose reward could not be computed is not. Any other trajectory
+        is graded if `was_rewarded` is true or, if that is None, if its last turn has a reward
+        component or a reward other than 0.
         """
         if self.outcome in PLAYED_OUT:
             return True

@@ -1,15 +1,13 @@
 """Agree among the ranks to refuse a step's shards, or to abandon the step before its first update.
 
-A shard is refused if it was made for another version than the trainer holds (after a recovery),
-has tokens that are too old, or differs from the other ranks' shards. If one rank refuses its shard,
-all ranks refuse theirs, so that no rank waits for another in a later collective. The packing of
-rows is not checked here.
+A shard is one rank's part of a step's batch. It is refused if it was made for another version than
+the trainer holds (after a recovery), has tokens that are too old, or does not fit the other ranks'
+shards. If one rank refuses its shard, all ranks refuse theirs: otherwise the others would wait for
+this rank in a later collective.
 
 A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
 different times, so between two micro-batches the ranks agree whether any of them has received it.
-Before the first update the ranks still hold the weights of the previous step, and can write its
-checkpoint. Called by `TrainerRank`; torch is imported late, because the supervisor imports the
-errors.
+Called by `TrainerRank`; torch is imported late, because the supervisor imports the errors.
 """
 
 from __future__ import annotations
@@ -47,13 +45,14 @@ def check_versions(
     max_policy_age: int | None,
     republished: Sequence[int] = (),
 ) -> None:
-    """Raise if the shard's versions do not fit the version that the trainer holds.
+    """Raise if a shard was made for another version than the trainer holds, or has too old tokens.
 
-    A shard may be made for an earlier version than the trainer's if both belong to one step.
+    A step has two versions if its weights were published a second time. A shard that was made for
+    the first one fits a trainer that holds the second one.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
-    token, in training steps; None: no limit. republished: versions that belong to the same step as
-    the version before them (`actors.policy_age`).
+    token, in training steps; None: no limit. republished: the numbers of such second versions
+    (`actors.policy_age`).
     Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
     """
     made_for = np.array([shard.trainer_version], np.int32)

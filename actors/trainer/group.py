@@ -254,10 +254,10 @@ class TrainerGroup:
     async def publish(self, board: ActorHandle, term: int, version: int) -> tuple[WeightGroup, ...]:
         """Publish the ranks' weights on the weight board, so that the engines load them.
 
-        The call ends when the board has its own copies of the buffers; it does not wait for the
-        engines. If rank 0 broadcasts the weights to the engines, the board gets no buffers.
+        The call does not wait for the engines. It ends when the board has copied the weights. If
+        rank 0 broadcasts the weights to the engines, the board gets only their description.
 
-        Returns: the published groups; without buffers if rank 0 broadcasts them.
+        Returns: the published weights, packed by layer; without their bytes if rank 0 broadcasts.
         Raises: ValueError if the ranks hold another version; TrainerRankLost; ActorLost if the
             board died or makes no progress; the board's own errors (`actors.weights.board`).
         """
@@ -280,7 +280,7 @@ class TrainerGroup:
     async def _hand_over(
         self, board: ActorHandle, term: int, version: int, groups: tuple[WeightGroup, ...]
     ) -> None:
-        """Publish on the board; raise TimeoutError if the board makes no progress."""
+        """Give packed weights to the board; raise TimeoutError if the board makes no progress."""
 
         async def progress() -> dict[int, int]:
             with suppress(RayError, TimeoutError):

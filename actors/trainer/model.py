@@ -127,7 +127,8 @@ def row_tensors(row: MicroBatch, *, device: torch.device) -> RowTensors:
 class PolicyModel(nn.Module):
     """A causal model whose forward returns log-probabilities and entropies instead of logits.
 
-    mixture: the shape of the model's routing if recorded experts can be replayed, otherwise None.
+    mixture: the numbers of layers and experts of a mixture-of-experts model. None for a dense
+    model, or if the engine's choice of experts cannot be replayed in this model.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, logprob_chunk: int):
@@ -179,8 +180,8 @@ class ValueModel(nn.Module):
     def forward(self, row: RowTensors) -> Tensor:
         """Return the value of every state of one packed row.
 
-        Returns: [T] float32, with gradient; the value at position t is of the state that ends with
-            token t. The state in which a token was sampled ends one position before the token.
+        Returns: [T] float32, with gradient. Entry t is the value of the state that ends with token
+            t; from this state the next token of the sample was generated.
         """
         hidden = hidden_states(self.body, row.token_ids, row.position_ids, row.layout)
         # Sum over an axis of size 1, because FSDP2 warns about a module that returns a view.
@@ -265,8 +266,8 @@ def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedMod
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Compute each layer's activations again in the backward pass, to save memory.
 
-    The layers compute in evaluation mode all the same: transformers checkpoints only a layer in
-    training mode, so a layer is in training mode except while it computes.
+    transformers does this only for a layer in training mode. Hooks switch the layer to evaluation
+    mode while it computes, so that, for example, no dropout is applied.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():

@@ -236,7 +236,7 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Shorten the length at which longrope switches its table, so that the check's rows exceed it.
+    """Make a copy with longrope switch its RoPE table at a length that the check's rows exceed.
 
     Returns: the longest context of the copy.
     """

@@ -76,9 +76,9 @@ first is also None if the current policy is still the policy at the step's start
 class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference if the run has them.
 
-    version: the policy version of the weights, which each step increments. republished: versions
-    of this term that were published for the same step as the version before them
-    (`actors.policy_age`).
+    version: the policy version of the weights, which each step increments. republished: the
+    versions under which a step's weights were published a second time, after a restart of the
+    trainer (`actors.policy_age`).
     """
 
     def __init__(
@@ -364,7 +364,7 @@ class TrainerRank:
         )
 
     def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Set `republished` and the version number of the weights; the weights do not change."""
+        """Give the weights another version number, and set `republished`; no weight changes."""
         self.version, self.republished = version, republished
 
     def fingerprint(self) -> int:
@@ -389,7 +389,11 @@ class TrainerRank:
         )
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[list[ScoredRow]]:
-        """Score the tokens under the old policy and the reference, each if the loss needs it."""
+        """Return each row with the log-probabilities that the loss compares the current ones with.
+
+        These are the log-probabilities under the old policy (the policy at the step's start) and
+        under the reference; each is None if the loss does not need it.
+        """
         nothing = [[None] * len(each) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing
         reference: Sequence[Sequence[Tensor | None]] = nothing
@@ -512,7 +516,7 @@ class Reference:
 
 
 def save_inputs(scored: Sequence[ScoredRow], path: Path) -> str:
-    """Write the inputs of an update to a NumPy archive, without pickles.
+    """Write the inputs of a skipped update to a NumPy archive, so that a user can find the cause.
 
     Keys are `<micro-batch>/<field>`. Besides the fields of a micro-batch the archive has
     `old_logprobs`, `reference_logprobs`, `expert_positions` and `expert_indices`, if present.

@@ -21,13 +21,14 @@ _SCALING_TOLERANCE = 1e-6
 
 
 def fix_rope(model: PreTrainedModel, *, max_context_tokens: int) -> None:
-    """Set the table of each rotary module of a model to the engine's.
+    """Set the table of each rotary module of a model to the table that the engine uses.
 
-    longrope: the long factors at every position if the run's context is longer than the original
-    one, otherwise the short factors.   Source: vLLM, `Phi3LongRoPEScaledRotaryEmbedding`
-    (transformers chooses by the longest position of each forward pass).
+    Only longrope needs this. Its table has the long factors if the run's context is longer than the
+    context of the pretraining, otherwise the short factors.   Source: vLLM,
+    `Phi3LongRoPEScaledRotaryEmbedding` (transformers chooses again in each forward pass).
 
-    Raises: NotImplementedError for a kind whose tables differ between engine and transformers.
+    Raises: NotImplementedError for dynamic RoPE, whose table cannot be made equal, and as
+    `longrope_table`.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

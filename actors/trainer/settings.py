@@ -140,10 +140,9 @@ class TrainerSettings:
 
     @property
     def lora_shape(self) -> LoraSettings | None:
-        """Return the adapters' settings for a comparison of two configurations.
+        """Return the adapters' settings that a resumed run must not change; None without adapters.
 
-        Settings that differ only in publish_merged become equal: that setting only decides how
-        adapters are published, so a run may resume with another value.
+        Only `publish_merged` may change; it is always False here.
         """
         return self.lora and replace(self.lora, publish_merged=False)
 

@@ -288,8 +288,9 @@ def build_optimizer(
 def hash_bits(tensor: Tensor) -> int:
     """Hash the bits of this rank's shard of a float32 tensor, on its device.
 
-    Σ_i m_i b_i over blocks, modulo 2^64, with odd random m_i: a difference in the last bit of one
-    element, or an exchange of two elements, changes the hash. Not cryptographic.
+    Each block of elements has the hash Σ_i m_i b_i modulo 2^64, where b_i is element i as an
+    integer and m_i a random odd number. So a difference in the last bit of one element, or an
+    exchange of two elements, changes the hash. Not cryptographic.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     bits = local.detach().contiguous().view(-1).view(torch.int32)

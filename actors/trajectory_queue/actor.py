@@ -197,10 +197,10 @@ class TrajectoryQueue:
         return None if taken is None else _step_input(*taken), self._cut()
 
     async def finalise(self, step: int, outcomes: RolloutOutcomes) -> tuple[TokenCounts, QueueCut]:
-        """Record the outcome with which each rollout of a step leaves the ledger.
+        """Record whether each rollout of a step was trained or evicted, and forget the step.
 
-        Returns: the token counts of the attempts that no step took. Only attempts that ended since
-            the previous step was finalised are counted.
+        Returns: the sampled tokens of attempts that no step took, since the previous step was
+            finalised. Also a cut: the queue's state and its events since the last cut.
         Raises: ValueError (`QueueState.finalise`).
         """
         await self._opened.wait()
@@ -208,7 +208,11 @@ class TrajectoryQueue:
         return dropped, self._cut()
 
     async def replay_lost(self, rollout_ids: Sequence[str]) -> QueueCut:
-        """Repeat rollouts whose payloads were lost; a step that took them must be taken again."""
+        """Play rollouts again, because their trajectories were lost.
+
+        If a step has taken such a rollout, this step and all later ones are undone; the caller must
+        take them again.
+        """
         await self._opened.wait()
         self._state.replay_lost(rollout_ids)
         return self._cut()

@@ -348,7 +348,7 @@ def _summaries(
 
 
 async def play_once(play: Play, assignment: RolloutAssignment) -> Trajectory:
-    """Play a rollout; return an infrastructure error without turns if `play` raises."""
+    """Play a rollout. If `play` raises, return an empty trajectory that ended by this error."""
     try:
         return await play(assignment)
     except Exception as error:

@@ -121,8 +121,8 @@ class Rollout:
         self.num_sampled = summary.num_sampled
 
     def fail(self, outcome: Outcome, policy: OutcomePolicy) -> None:
-        """End an attempt without a payload. The rollout is retried if its retry budget allows it;
-        otherwise it leaves the ledger.
+        """End an attempt without a trajectory. The rollout is retried if its retry budget allows
+        it; otherwise it is evicted from the group.
         """
         is_retried = policy.is_retried(outcome, attempt=self.num_failures)
         self.num_failures += 1
@@ -184,7 +184,7 @@ class Group:
 
     def end_attempt(self, rollout: Rollout, summary: TrajectorySummary, payload: BlockRow) -> None:
         """Record the end of an attempt. The environment's outcome policy decides whether the
-        rollout is finished, is retried or leaves the ledger.
+        rollout is finished, is retried, or is evicted from the group.
         """
         outcome = summary.outcome
         is_kept = self.policy.disposition(outcome) is not Disposition.DROP
@@ -203,9 +203,10 @@ class Group:
         )
 
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
-        """Count the tokens of a finished attempt as untrained, because no step takes the attempt.
+        """Count the sampled tokens of a finished attempt that no step takes; all are untrained.
 
-        They count under `reason` or, if the outcome's rule masks the attempt, under the outcome.
+        The cause is the attempt's outcome if the outcome's rule masks the attempt, which would
+        leave it untrained in any case. Otherwise the cause is `reason`.
         """
         summary = rollout.summary
         if summary is None:
@@ -239,7 +240,10 @@ class Group:
         return self._baseline_return(rollout) is not None
 
     def baseline_returns(self) -> list[float]:
-        """Return the returns of finished rollouts in the baseline, after the outcomes' rules."""
+        """Return the finished rollouts' returns that enter the group's baseline.
+
+        The rule of a rollout's outcome may leave its return out, or replace it by a lower one.
+        """
         found = map(self._baseline_return, self.rollouts.values())
         return [value for value in found if value is not None]
 
@@ -368,12 +372,11 @@ def new_group(request: GroupRequest, *, replacement: int, policy: OutcomePolicy)
 
 
 def restore_group(snapshot: GroupSnapshot, *, policy: OutcomePolicy, is_taken: bool) -> Group:
-    """Restore a group from its snapshot, without the payloads of its trajectories.
+    """Restore a group from its snapshot, which does not contain the trajectories.
 
-    Rollouts that have left the ledger stay gone. All others are pending, and are played again.
-
-    is_taken: whether a step has taken the group. If so, the others are finished, with lost
-    payloads, and are not played again: the step's batch may be built already.
+    If a step has taken the group (is_taken), its rollouts stay finished, although their
+    trajectories are lost: the training loop may already have the step's batch. Otherwise the
+    rollouts are played again. Evicted rollouts stay evicted in both cases.
     """
     group = Group(
         number=snapshot.number,

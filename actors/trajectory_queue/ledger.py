@@ -58,7 +58,8 @@ class EvictionReason(StrEnum):
 def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
     """Return the cause under which the tokens of an untrained trajectory are counted.
 
-    The cause is the reason of the eviction or, for a masked trajectory, its outcome.
+    reason: why its rollout was evicted. For a masked trajectory, its outcome is the cause.
+    Example: (STALE, WALL_TIMEOUT) -> STALE; (MASKED, WALL_TIMEOUT) -> WALL_TIMEOUT
     """
     is_masked = reason is EvictionReason.MASKED and outcome is not Outcome.COMPLETED
     return EvictionReason.of(outcome) if is_masked else reason

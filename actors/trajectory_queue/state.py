@@ -257,7 +257,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Let `drain` return the summary that was withheld until the group was scored."""
+        """Let `drain` return a summary, now that the rollout's group is scored or evicted."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -292,10 +292,11 @@ class QueueState:
         return taken[0], groups
 
     def finalise(self, step: int, outcomes: RolloutOutcomes) -> TokenCounts:
-        """Finalise `step`, which must be the next step: all its rollouts leave the ledger.
+        """Record whether each rollout of a step was trained or evicted, and forget the step.
 
-        Returns: the token counts of the attempts that no step took. Only attempts that ended since
-            the previous step was finalised are counted.
+        Steps are finalised in order.
+        Returns: the sampled tokens of attempts that no step took, since the previous step was
+            finalised.
         Raises: ValueError if outcomes does not have exactly the rollouts of the step, if the step
         is not taken, or after cancel_all; nothing is changed then.
         """

@@ -170,7 +170,8 @@ class WeightBoard:
     async def status(self, term: int | None = None) -> BoardStatus:
         """Return the board's status.
 
-        term: the caller's term; by this call the board knows that the term lives.
+        term: the term of the supervisor that calls, which shows the board that it is alive; None
+        for any other caller.
         """
         now = self._clock()
         if term is not None:

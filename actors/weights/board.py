@@ -279,10 +279,10 @@ class Board:
     # Replicas
 
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
-        """Record that a replica is still starting, and how far its start has got.
+        """Record that a replica is still starting, and how much work its start has done.
 
-        work: a measure of the work that this start has done so far. It counts as progress only if
-        no start has got so far since the last `_settle`.
+        work: a measure of this work. The board sees progress only if `work` is greater than for all
+        starts since the last `_settle`, which says why.
         """
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
@@ -429,7 +429,7 @@ class Board:
         self._waiting.discard(replica_id)
 
     def waiting(self) -> tuple[str, ...]:
-        """Return the replicas that wait for a seat and lack the current publication."""
+        """Return the replicas that wait for a broadcast and lack the current publication."""
         return tuple(name for name in self.laggards() if name in self._waiting)
 
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:

@@ -122,8 +122,8 @@ def start_text(
 ) -> CheckText:
     """Return the text that trainer and engines score before the first step.
 
-    An engine also continues the text, once at each checked temperature. The text is as long as
-    possible: with a continuation it fills the context, or reaches the limit.
+    An engine also continues the text, once at each checked temperature. The text leaves room for a
+    continuation; both together fill the context, or reach the limit.
 
     limit: largest number of tokens of text and continuation together; None for 4,096 on CPU and the
     whole context otherwise. temperatures: the run's temperatures.
@@ -137,11 +137,11 @@ def start_text(
 
 
 def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int) -> Int32s:
-    """Return joined pieces of the prompts, the same in each call: [num_tokens] int32.
+    """Return a text of the first prompt and random pieces of all prompts: [num_tokens] int32.
 
-    After the first prompt, the pieces are random parts of prompts. Whole prompts would repeat
-    themselves: a model copies a repeated text almost with certainty, and the scores of such tokens
-    show no difference. If there are no prompts, the tokens are drawn from the vocabulary.
+    The text is the same in each call with the same prompts. Pieces are short, because a model
+    predicts a text that it has seen before almost with certainty, and the scores of such tokens
+    would hide a fault. If there are no prompts, the tokens are drawn from the vocabulary.
     """
     generator = np.random.default_rng(0)
     usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]
@@ -369,7 +369,10 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """Describe each series beyond its bound, the worst first. The worst is always included."""
+        """Describe the comparisons whose difference is beyond its bound, the worst first.
+
+        The worst comparison is described even if its difference is within its bound.
+        """
         found: dict[str, Comparison] = {}
         bounds = self.bounds
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):
@@ -409,7 +412,7 @@ def sampled_name(temperature: float) -> str:
 
 
 def bounds_dtype(*dtypes: Dtype) -> Dtype:
-    """Return the less precise of the types in which trainer and engine compute."""
+    """Return the less precise of the types of trainer and engine, which determines `Bounds`."""
     return Dtype.BFLOAT16 if Dtype.BFLOAT16 in dtypes else Dtype.FLOAT32
 
 

@@ -145,9 +145,9 @@ class PolicyAnswer(StrictBody):
 class PoliciesAnswer(StrictBody):
     """The policy versions, each with the engines and checkpoints that have it.
 
-    If a run continues from a checkpoint, after a restart or a return, it gives some version numbers
-    again, to different policies. An engine that still has a policy from before is therefore listed
-    in `starting`, without a version.
+    If a run continues from a checkpoint, it uses the version numbers after the checkpoint a second
+    time, for other policies. So an engine that still has an undone policy is listed in `starting`,
+    without a version.
     """
 
     term: int

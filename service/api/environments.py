@@ -37,10 +37,10 @@ class EnvironmentsAnswer(StrictBody):
 
 
 def check_listed(environment: str | None, settings: HttpSettings) -> None:
-    """Check the environment that a client names to list only the tasks of this environment.
+    """Check the environment in a request that lists the tasks of one environment.
 
-    Raises: Problem if the run has no such environment. A run's environments never change, so that
-    no older task can have this environment either.
+    environment: the name in the request; None if the request lists all tasks.
+    Raises: Problem if the run has no such environment, so that it has no such tasks either.
     """
     known = (*settings.environments, SESSION, UPLOADED)
     if environment is not None and environment not in known:

@@ -112,9 +112,9 @@ class RunPort(Protocol):
     async def picture(self, *, term: int, after: int) -> RunPicture:
         """Return the current state of the run for the page at `/`, with the steps after `after`.
 
-        term: the term in which the caller read its earlier steps. Each restart of the run, and each
-        return to a checkpoint, begins a new term, and may undo steps. If the run now has another
-        term, the result therefore has all steps.
+        term: the `term` of the state that the caller read before. Each restart of the run and each
+        return to a checkpoint begins a new term. It may undo steps, so if the run now has another
+        term, the result has all steps.
         """
         ...
 

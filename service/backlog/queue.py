@@ -272,11 +272,11 @@ class SubmissionQueue:
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
-        """Return the tasks of an offer that the run does not know yet, or a reply that refuses it.
+        """Return the new tasks of a request (`offer`), or the reply that refuses the request.
 
         over: digests of tasks that have ended but are still stored, by id. stored: digest of an
-        earlier request with the same Idempotency-Key; None if there was none. ahead: tasks that
-        earlier offers add before this one.
+        earlier request with the same Idempotency-Key; None if there was none. ahead: tasks of
+        earlier requests that were accepted but are not in the table yet.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -307,9 +307,9 @@ class SubmissionQueue:
     def _refusal(
         self, new: Sequence[PackedRequest], ahead: Sequence[PackedRequest]
     ) -> SubmitReply | None:
-        """Return the reply that refuses these tasks for now; None if they can be accepted.
+        """Return the reply that refuses new tasks for now; None if they can be accepted.
 
-        ahead: tasks that earlier offers add to the backlog before these tasks.
+        ahead: tasks of earlier requests that were accepted but are not in the table yet.
         """
         num_new, capacity = len(new), self._settings.max_waiting_tasks
         if self._closed_because:

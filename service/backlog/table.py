@@ -166,9 +166,9 @@ class SubmissionTable:
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Return the final states of submissions whose rollouts will not be played again.
 
-        A submission is over as soon as no return to a checkpoint can undo the end of its rollouts.
-        If all its rollouts were evicted and no step took any, the submission can be over earlier
-        (`_is_evicted`).
+        A return to a checkpoint plays the rollouts again that ended after the checkpoint. So a
+        submission is over only when its rollouts had ended before the oldest checkpoint that is
+        kept. `_is_evicted` describes an exception.
 
         last_event_seq: number of the newest ledger event that no return to a checkpoint can undo.
         newest_event_seq: number of the last event that the newest checkpoint contains.
@@ -261,11 +261,11 @@ def _is_over(entry: _Entry, last_event_seq: int) -> bool:
 
 
 def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Return whether a submission is over although a return to a checkpoint is possible.
+    """Return whether a submission is over because its whole group was evicted before any step.
 
-    It is over if no step took any of its rollouts, all were evicted, and the newest checkpoint
-    contains the evictions. Otherwise the number of such submissions would grow without a limit
-    while no step is trained. Args: see `SubmissionTable.over`.
+    The newest checkpoint must contain the evictions. These submissions do not wait for older
+    checkpoints to be removed, because their number would grow without a limit while no step is
+    trained. Args: see `SubmissionTable.over`.
     """
     # The group may be in the queue of an older checkpoint; a return would then play it again.
     if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:

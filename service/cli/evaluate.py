@@ -205,10 +205,10 @@ def _out(named: Path | None, run: Path | None, label: str) -> Path:
 
 
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
-    """Return the model that plays: the checkpoint, or the configured model if it is None.
+    """Return the model that plays the tasks, as a directory that engines can load.
 
-    The checkpoint is exported as a model directory at `config.model.path`. scratch: the command's
-    temporary run directory, in which a tiny model is built.
+    checkpoint: a checkpoint to export to the directory `config.model.path`; None for the configured
+    model. scratch: the command's temporary run directory, in which a tiny model is built.
     """
     if checkpoint is None:
         model = model_path(config, scratch)

@@ -175,9 +175,10 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, from torch's backward kernel.
 
+    With at most _FLOAT32_KEYS keys the kernel is faster in float32, so that bfloat16 inputs are
+    converted, and their gradients are float32. Otherwise gradients have the inputs' type.
+
     Args: inputs: gradient of out, query, key, value and out, [N, H, L, D] each.
-    Returns: gradients of the inputs' type; of the normaliser's type (float32 for bfloat16) if there
-        are at most _FLOAT32_KEYS keys, for which the kernel is faster in this type.
     """
     if inputs[2].shape[2] <= _FLOAT32_KEYS:
         inputs = [each.to(normalizer.dtype) for each in inputs]
@@ -197,7 +198,7 @@ def _slots(plan: AttentionPlan) -> list[tuple[int, torch.Size]]:
 
 
 def _bucket_rows(rows: Tensor, start: int, bucket: torch.Size) -> Tensor:
-    """Return the slots of one bucket, out of [S, H, D], as a view [num_pieces, H, length, D]."""
+    """Return one padded bucket, as a view [num_pieces, H, length, D] of all buckets [S, H, D]."""
     stop = start + bucket.numel()
     return rows[start:stop].unflatten(0, bucket).transpose(1, 2)
 
@@ -207,7 +208,7 @@ def _as_batch(rows: Tensor) -> Tensor:
 
 
 def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
-    """Put the tokens [T, ...] into slots [S, ...], with zeros in the padding."""
+    """Copy the rows of tokens [T, ...] into the padded buckets [S, ...]; padding becomes 0."""
     if plan.gather.shape[0] == rows.shape[0]:
         return rows.index_select(0, plan.gather)
     zero = rows.new_zeros((1, *rows.shape[1:]))
@@ -215,7 +216,7 @@ def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
-    """Take the tokens [T, ...] out of the slots [S, ...] of all buckets."""
+    """Undo `_pad`: return the rows of tokens [T, ...] from those of all padded buckets."""
     slots = parts[0] if len(parts) == 1 else torch.cat(parts)
     return slots.index_select(0, plan.scatter)
 

@@ -23,10 +23,9 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def mask_function(layout: PackedLayout, *, window: int | None) -> MaskFunction:
     """Return FlexAttention's mask function: (batch, head, query row, key row) -> visible.
 
-    A query sees the earlier tokens of its segment and of the segment's ancestors. Because rows are
-    in preorder, these are the keys k with k <= q < subtree_end[k]. With a window also
-    position[q] - position[k] < window.   Source: the entry and exit times of a depth-first search;
-    here row numbers are the times.
+    A query q sees itself, and the earlier tokens of its segment and of the segment's ancestors.
+    Because segments are in preorder, these are the keys k with k <= q < subtree_end[k]. With a
+    window, position[q] - position[k] < window must hold too.
     """
     segments = layout.segments
     subtree_ends = torch.from_numpy(segments.token_subtree_ends()).to(layout.device)

@@ -138,9 +138,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """The blocks and buckets in which the attention of one row is computed, for one sliding window.
+    """The parts in which the attention of one row is computed, for one sliding window.
 
-    A slot is an entry of a padded bucket.
+    Each piece's attention to itself is computed in buckets: pieces of similar length, padded to the
+    same length. A slot is one token's place in a bucket, or padding. The attention to the keys of
+    ancestors is computed in blocks.
     """
 
     gather: Tensor
@@ -247,7 +249,11 @@ def _block(
     window: int | None,
     device: torch.device,
 ) -> Block | None:
-    """Return the block in which descendants attend to a piece's keys; None if all are too far."""
+    """Return the block in which later tokens attend to the keys of the piece [start, end).
+
+    The later tokens are the piece's descendants. Return None if the piece is outside the sliding
+    window of each of them.
+    """
     keys = slice(start, end)
     if window is None:
         return Block(queries=slice(end, subtree_end), keys=keys, visible=None)

@@ -166,7 +166,8 @@ def _day(moment: float) -> str:
 def _opened(run: Path) -> Iterator[RunStore]:
     """Open a run's database for the `with` block. If its format is older, migrate it first.
 
-    Raises: ConfigError, also if the database must be migrated while a process holds the run.
+    Raises: ConfigError if the database cannot be opened, or if it must be migrated while another
+    process runs the run.
     """
     from service.launch.run_dir import RunDir
 
