@@ -96,7 +96,9 @@ def read_manifest(path: Path) -> Progress:
 
 
 def has_digests(path: Path) -> bool:
-    """Return whether a checkpoint has digests; older versions and other programs write no digests.
+    """Return whether a checkpoint has digests of its files.
+
+    Older versions of Rayloom and other programs write checkpoints without digests.
 
     Raises: CheckpointError, as `read_manifest`.
     """

@@ -1,8 +1,8 @@
 """One rank's critic: a value model with its own optimiser, sharded beside the policy.
 
-Every method is collective: all ranks call it with their own rows, in the same order. As in the
-policy's loss, the aggregation is expressed by a weight of each token, so the losses of
-micro-batches and ranks only need to be added. Called by `TrainerRank`. Letters: [T] tokens, [M]
+Every method is collective: all ranks call it with their own rows, in the same order. Each token has
+a weight, which is its share of the whole update's loss. So the losses of micro-batches and ranks
+only need to be added, as in the policy's loss. Called by `TrainerRank`. Letters: [T] tokens, [M]
 action tokens of one row.
 """
 
@@ -64,7 +64,7 @@ def explained_variance(
     """Return the share of the value targets' variance that the values explain.
 
     1 - E[(R - V)^2] / Var[R].   Source: OpenAI Baselines, `explained_variance` (deviation: the
-    mean of the error is not subtracted, so that values off by a constant explain less).
+    mean of the error R - V is not subtracted; values that are wrong by a constant explain less).
 
     Args: float64 means over the same tokens.    Returns: at most 1; None if the targets do not vary
     beyond rounding.

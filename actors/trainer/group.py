@@ -392,7 +392,7 @@ class TrainerGroup:
         return {"scheduling_strategy": strategy}
 
     def _check_not_killed(self) -> None:
-        """Raise the reason if the group was killed; `RestartableTrainer` then makes a new group."""
+        """If the group was killed, raise the error for which it was killed."""
         if self._lost is not None:
             raise self._lost
 

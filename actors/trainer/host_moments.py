@@ -78,7 +78,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Move a tensor to pinned memory; of a sharded tensor, move the shard and keep the mesh."""
+    """Return a tensor in pinned memory. Of a sharded tensor, only this rank's shard moves."""
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
         if local.device.type == "cpu":

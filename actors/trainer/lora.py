@@ -244,8 +244,8 @@ def base_digest(causal_lm: PreTrainedModel, *, is_collective: bool = True) -> st
     """Return a digest of the frozen parameters, by which a checkpoint recognises its base model.
 
     The model must not be sharded yet.
-    is_collective: True if all ranks call this function, each of which then reads only a part of the
-    parameters; False if only this process calls it and reads all of them.
+    is_collective: True if all ranks call this function; each rank then reads only a part of the
+    parameters. False if only this process calls it; the process then reads all parameters.
     """
     frozen = [item for item in causal_lm.named_parameters() if not is_of_adapter(item[0])]
     if is_collective:

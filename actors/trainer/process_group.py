@@ -1,7 +1,7 @@
 """A rank's process: its device and memory, and the rendezvous of the ranks.
 
-The ranks meet at a TCP store. Rank 0 opens it, on a port that the system chooses, before another
-rank gets its address, so no port is guessed or taken twice.
+The ranks meet at a TCP store, which rank 0 opens on a port that the system chooses. The other ranks
+get the store's address after that, so that no rank has to guess a free port.
 """
 
 from __future__ import annotations

@@ -183,11 +183,13 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Return those of the unexpected tensors whose presence is a fault of the model's files.
+    """Return the unexpected tensors that show a fault, such as a layer that config.json lacks.
 
-    It is a fault if the tensor belongs to a kind of layer or module that the model has. Other
-    tensors do no harm: they belong to parts that a causal model does not have, such as the layers
-    that predict several tokens at once (MTP), or are buffers of earlier versions of transformers.
+    Such a tensor belongs to a kind of layer or module that the model has. Other unexpected tensors
+    do no harm: they belong to parts that a causal model does not have, such as the layers that
+    predict several tokens at once (MTP), or are buffers of earlier versions of transformers.
+
+    unexpected: names of the tensors for which the configuration has no parameter.
     """
     parameters = {name for name, _ in model.named_parameters()}
     kinds = {_INTEGERS.sub("*", name) for name in parameters}

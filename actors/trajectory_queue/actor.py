@@ -292,8 +292,8 @@ class TrajectoryQueue:
     def _cut(self) -> QueueCut:
         """Return the queue's state, and its events since the last call of this method.
 
-        Call this directly after a change, without an await between the two, so that the caller who
-        made the change gets its events.
+        Call this directly after a change, without an await between them. Otherwise another call
+        could return the events of the change to another caller.
         """
         self._notify()
         assert self._opening is not None

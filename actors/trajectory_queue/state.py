@@ -348,8 +348,8 @@ class QueueState:
 
         The engines sample no turns during a hold, so a rollout that was handed out before may end
         by a time-out or an infrastructure error. This rollout is played again, and no failure
-        counts. A durable environment is an exception, because a new attempt would get the same
-        result from the client: its outcomes count as usual.
+        counts. In a durable environment outcomes count as usual, because a new attempt would get
+        the same result from the client.
         """
         self._is_held = is_held
         if is_held:

@@ -129,8 +129,9 @@ class WeightBoard:
         self._wake()
 
     async def set_check(self, check: CheckText | None) -> None:
-        """Set the text that engines score after they have loaded a later publication.
+        """Set the text that engines score each time that they have loaded new weights.
 
+        The text applies to publications after this call.
         check: None for the text of `board.check_tokens`.
         """
         self._check = check

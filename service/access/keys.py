@@ -148,12 +148,13 @@ class Caller:
         return None if self.is_admin else self.tenant
 
     def whole(self, name: str) -> str:
-        """Return the run-wide id of the task or session that a request of this caller names.
+        """Return the run-wide id of a task or session, from the id in a request of this caller.
 
         If a client names a tenant other than its own, return an id that no task or session has.
 
-        name: the id in the request. An id without a tenant belongs to the caller's own tenant. An
-        admin may also write TENANT~ID, or ~ID if the run itself is the owner.
+        name: ID, which belongs to the caller's own tenant, or TENANT~ID. An admin may also write
+        ~ID if the run itself is the owner.
+        Example: task-9 in a request of a client of acme -> acme~task-9
         """
         tenant = tenant_of(name)
         if MARK in name and (self.is_admin or tenant == self.tenant):

@@ -181,9 +181,9 @@ class SubmissionQueue:
         return answers
 
     async def _decide(self, batch: Sequence[Offer]) -> list[SubmitReply | Exception]:
-        """Answer offers as if they arrived one after the other; store all new tasks at once.
+        """Answer requests (offers) as if they arrived in order; store all new tasks at once.
 
-        batch: offers that share no task id and no key (`independent_batches`).
+        batch: requests that share no task id and no Idempotency-Key (`independent_batches`).
         """
         unknown = [item.id for offer in batch for item in offer.tasks if item.id not in self._table]
         keys = [offer.key for offer in batch if offer.key]
@@ -242,10 +242,10 @@ class SubmissionQueue:
     def _reply(
         self, offer: Offer, new: Mapping[str, PlaceAnswer], over: Mapping[str, SubmissionView]
     ) -> SubmitReply:
-        """Make the reply to an offer that was accepted.
+        """Make the reply to a request (`offer`) that was accepted.
 
-        new: positions of the tasks that the offer added, by id. over: states of the offer's tasks
-        that have ended already, by id.
+        new: the places in the backlog of tasks that the request added, by id. over: states of the
+        request's tasks that have ended already, by id.
         """
         return SubmitReply(
             places=tuple(

@@ -148,10 +148,9 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> tuple[list[Checkpoint] | None, str]:
-    """Return the run's checkpoints, and an empty text.
+    """Return (checkpoints, "") of a run, or (None, reason) if the database does not tell them.
 
-    If the database is empty, or cannot be read because another version of Rayloom wrote it, return
-    None and the reason instead.
+    It does not if it is empty, or if another version of Rayloom wrote it in another format.
     """
     number = store.format_number()
     try:

@@ -106,7 +106,7 @@ def run_configuration(
     overrides: list[str],
     group_rewards: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration of `file`, or without a file a new one for the data set and rewards.
+    """Return the configuration in `file`. If `file` is None, make one for a data set and rewards.
 
     Raises: ConfigError if there is neither a file nor a data set with rewards, or if the
     configuration is refused.
@@ -135,7 +135,7 @@ def run_configuration(
 def sft_configuration(
     file: Path | None, *, dataset: str | None, model: str | None, overrides: list[str]
 ) -> SftConfig:
-    """Return the configuration of `file`, or without a file a new one for a data set of chats.
+    """Return the configuration in `file`. If `file` is None, make one for a data set of chats.
 
     Raises: ConfigError if there is neither a file nor a data set, or if the configuration is
     refused.
