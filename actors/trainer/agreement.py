@@ -3,10 +3,11 @@
 A shard is one rank's part of a step's batch. It is refused if it was made for another version than
 the trainer holds (after a recovery), has tokens that are too old, or does not fit the other ranks'
 shards. If one rank refuses its shard, all ranks refuse theirs: otherwise the others would wait for
-this rank in a later collective.
+this rank in a later collective. The packing of rows is not checked here.
 
 A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
 different times, so between two micro-batches the ranks agree whether any of them has received it.
+Until the first update the ranks hold the previous step's weights, and can write its checkpoint.
 Called by `TrainerRank`; torch is imported late, because the supervisor imports the errors.
 """
 
@@ -48,7 +49,7 @@ def check_versions(
     """Raise if a shard was made for another version than the trainer holds, or has too old tokens.
 
     A step has two versions if its weights were published a second time. A shard that was made for
-    the first one fits a trainer that holds the second one.
+    the first version then fits a trainer that holds the second version.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
     token, in training steps; None: no limit. republished: the numbers of such second versions

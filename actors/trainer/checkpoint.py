@@ -1,13 +1,13 @@
 """Directories and manifests of checkpoints, and a claim that lets only the newest term write them.
 
 A checkpoint is a directory such as `step-000012-t2`, written at step 12 by term 2; each start or
-recovery of a run begins a new term. The directory has shards of weights and optimiser, and
-`manifest.json`, written last, with a digest of every other file and of itself. `sharded_model`
-writes and reads the shards. Invariants: a directory with a manifest is complete, and a directory
-without one is not a checkpoint; weights are read only after `check_files` has compared the bytes
-with their digests; after a term has claimed the parent directory, an older term writes and deletes
-nothing there. This module does not import torch, because the command line and the supervisor use it
-before anything that trains is imported.
+recovery of a run begins a new term. `sharded_model` writes and reads its shards of weights and
+optimiser. `manifest.json` is written last, with a digest of every other file and of itself.
+
+Invariants: only a directory with a manifest is a checkpoint, and it is complete; weights are read
+only after `check_files` has compared the bytes with their digests; after a term has claimed the
+parent directory, older terms write and delete nothing there. The module does not import torch,
+because the command line and the supervisor use it before anything that trains is imported.
 """
 
 from __future__ import annotations

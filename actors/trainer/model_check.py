@@ -236,7 +236,7 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Make a copy with longrope switch its RoPE table at a length that the check's rows exceed.
+    """In a small copy of a model, let longrope switch its table at a length that test rows exceed.
 
     Returns: the longest context of the copy.
     """

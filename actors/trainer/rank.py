@@ -389,10 +389,10 @@ class TrainerRank:
         )
 
     def _score(self, minibatches: Sequence[Minibatch]) -> list[list[ScoredRow]]:
-        """Return each row with the log-probabilities that the loss compares the current ones with.
+        """Return each row with its log-probabilities under the old policy and the reference.
 
-        These are the log-probabilities under the old policy (the policy at the step's start) and
-        under the reference; each is None if the loss does not need it.
+        The old policy is the policy at the step's start. If the loss does not need one of the two,
+        None takes the place of its log-probabilities.
         """
         nothing = [[None] * len(each) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing

@@ -1,14 +1,13 @@
 """The trajectory queue as a Ray actor: `QueueState` with waiting calls and stored payloads.
 
 Ray frees the objects of a dead process, but a finished trajectory must outlive the environment
-actor that played it. So `put` receives the block by value (large blocks come through shared memory)
-and stores it as the queue's own object; readers get references. Metadata stays in the actor. Every
-wait has a deadline; an empty answer means that nothing was available before the deadline.
+actor that played it. So `put` receives a block of trajectories by value, and stores it as the
+queue's own object; readers get references. Every wait has a deadline; an empty answer means that
+nothing was available before the deadline.
 
-If a queue dies, Ray restarts it with the same handles but without its state, and calls wait until
-the supervisor has opened it. Every answer to the training loop contains a cut (`QueueCut`): the
-queue's state, and its events since the last answer. The supervisor opens a restarted queue with the
-state of the newest cut, which is the state that the training loop knows.
+Every answer to the training loop contains a cut (`QueueCut`): the queue's state, and its events
+since the last answer. If a queue dies, Ray restarts it without its state, under the same handle.
+The supervisor then opens it with the state of the newest cut, and other calls wait until then.
 """
 
 from __future__ import annotations

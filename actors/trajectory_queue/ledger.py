@@ -58,7 +58,8 @@ class EvictionReason(StrEnum):
 def token_cause(reason: EvictionReason, outcome: Outcome) -> EvictionReason:
     """Return the cause under which the tokens of an untrained trajectory are counted.
 
-    reason: why its rollout was evicted. For a masked trajectory, its outcome is the cause.
+    reason: why the trajectory's rollout was evicted. If the trajectory was masked because of its
+    outcome, the outcome is the cause.
     Example: (STALE, WALL_TIMEOUT) -> STALE; (MASKED, WALL_TIMEOUT) -> WALL_TIMEOUT
     """
     is_masked = reason is EvictionReason.MASKED and outcome is not Outcome.COMPLETED

@@ -213,10 +213,10 @@ def oldest_admitted_version(
 ) -> int:
     """Return the oldest version whose tokens a group may contain; older tokens are stale.
 
-    Group k is admitted only when all engines hold the weights of step max(0, floor(k / P) - S),
-    where step 0 means the initial weights. The result is the first version of this step. Newer
-    tokens do not exceed the age bound when the group is trained. A session may have older tokens,
-    if a recovery admitted its group again with another number.
+    Group k is admitted only when all engines hold the weights of step max(0, floor(k / P) - S) or
+    of a later step; step 0 means the initial weights. The result is the first version of this step.
+    Tokens of the result or a newer version do not exceed the age bound when the group is trained. A
+    session may have older tokens, if a recovery admitted its group again with another number.
 
     Args: group_number: k. algorithm: has P (groups_per_step) and S (max_lag). num_ahead: the policy
         version minus the number of trained steps, when the term began. republished: versions of

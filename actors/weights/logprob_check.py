@@ -140,8 +140,8 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
     """Return a text of the first prompt and random pieces of all prompts: [num_tokens] int32.
 
     The text is the same in each call with the same prompts. Pieces are short, because a model
-    predicts a text that it has seen before almost with certainty, and the scores of such tokens
-    would hide a fault. If there are no prompts, the tokens are drawn from the vocabulary.
+    predicts a repeated passage almost with certainty, and the scores of such tokens would hide a
+    fault. If there are no prompts, the tokens are drawn from the vocabulary.
     """
     generator = np.random.default_rng(0)
     usable = [each for each in prompts if each.size and 0 <= each.min() and each.max() < vocab_size]

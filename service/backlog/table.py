@@ -166,9 +166,9 @@ class SubmissionTable:
     def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
         """Return the final states of submissions whose rollouts will not be played again.
 
-        A return to a checkpoint plays the rollouts again that ended after the checkpoint. So a
-        submission is over only when its rollouts had ended before the oldest checkpoint that is
-        kept. `_is_evicted` describes an exception.
+        If the run returns to a checkpoint, rollouts that ended after the checkpoint are played
+        again. So a submission is over only if all its rollouts ended before the oldest checkpoint
+        that is kept. `_is_evicted` describes an exception.
 
         last_event_seq: number of the newest ledger event that no return to a checkpoint can undo.
         newest_event_seq: number of the last event that the newest checkpoint contains.

@@ -148,9 +148,10 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> tuple[list[Checkpoint] | None, str]:
-    """Return (checkpoints, "") of a run, or (None, reason) if the database does not tell them.
+    """Return (checkpoints, "") of a run, or (None, reason) if they cannot be read.
 
-    It does not if it is empty, or if another version of Rayloom wrote it in another format.
+    Possible reasons: the database is empty, or another version of Rayloom wrote it in a format that
+    this version cannot read.
     """
     number = store.format_number()
     try:
