@@ -392,7 +392,7 @@ class TrainerGroup:
         return {"scheduling_strategy": strategy}
 
     def _check_not_killed(self) -> None:
-        """If the group was killed, raise the error for which it was killed."""
+        """Raise the error for which the group was killed; do nothing if it was not killed."""
         if self._lost is not None:
             raise self._lost
 

@@ -236,7 +236,9 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """In a small copy of a model, let longrope switch its table at a length that test rows exceed.
+    """Lower the length at which longrope switches its table in a model's small copy.
+
+    The short rows of the check then exceed this length too.
 
     Returns: the longest context of the copy.
     """
