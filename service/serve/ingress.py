@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import ActorDiedError
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
@@ -98,11 +100,18 @@ def start_serve(*, host: str, port: int) -> None:
 
     Call it before `start_serve_for_engines`, which starts Serve without a proxy.
     """
-    serve.start(
+    start = partial(
+        serve.start,
         proxy_location="HeadOnly",
         http_options=HTTPOptions(host=host, port=port),
         logging_config={"log_level": "WARNING"},
     )
+    try:
+        start()
+    except (ActorDiedError, TimeoutError):
+        # On a busy machine a proxy may need more than five seconds. Serve then replaces it, and a
+        # second call does not wait for the new one.
+        start()
 
 
 def check_listens(*, host: str, port: int) -> None:

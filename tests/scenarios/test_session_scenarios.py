@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -173,3 +175,27 @@ def check_refusals(client: httpx.Client) -> None:
     )
     # The client's own key does not open a session.
     assert late.status_code == 404 and late.json()["error"]["code"] == "unknown_session", late.text
+
+
+SLOW_PROXY = """
+import ray
+from service.serve.ingress import check_listens, start_serve
+
+ray.init(address="local", num_cpus=1, include_dashboard=False)
+start_serve(host="127.0.0.1", port={port})
+check_listens(host="127.0.0.1", port={port})
+"""
+
+
+@pytest.mark.chaos
+def test_serve_starts_although_its_first_proxy_is_not_ready_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Give the proxy less time than HAProxy needs, so that Serve kills it and starts another."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "0.3")
+    script = SLOW_PROXY.format(port=free_port())
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=START_S
+    )
+    assert ended.returncode == 0, ended.stderr
