@@ -49,7 +49,7 @@ demo-tiny: setup ## a model of 0.85 M parameters learns a guessing game; nothing
 
 test: setup ## all the tests but those of `chaos` and `proof`
 	@status=0; \
-	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 3 --dist worksteal || status=1; \
+	$(BIN)/python -m pytest -m 'not scenario and not chaos and not proof' --numprocesses 3 --dist loadfile || status=1; \
 	$(BIN)/python -m pytest tests/scenarios -m 'scenario and not chaos and not proof' --numprocesses 2 --dist loadfile || status=1; \
 	exit $$status
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from worlds.parts.trainer_world import World
     from worlds.servers.postgresql_server import PostgresqlServer
+    from xdist.remote import Producer
 
 # torch reads this at its import. Threads do not make such small matrices faster, and on busy cores
 # they wait for each other.
@@ -82,6 +86,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests that use `cluster` last: it keeps a Ray, and whole runs may start their own."""
     if any(item.get_closest_marker("chaos") for item in items):
         items.sort(key=lambda item: "cluster" in getattr(item, "fixturenames", ()))
+
+
+# Fixtures that a process shares among its tests and that take long to start, by a part of the text
+# of each file that uses them.
+SHARED = {
+    "cluster": re.compile(r'"cluster"|\bcluster: None'),
+    "ranks": re.compile(r"\b(one_rank|two_ranks)\b"),
+    "postgresql": re.compile(r"\bpostgresql"),
+}
+
+
+@cache
+def scope_of(file: Path) -> str:
+    """Return the fixture that a file of tests shares with other files, or else the file's path."""
+    text = file.read_text()
+    return next((name for name, use in SHARED.items() if use.search(text)), str(file))
+
+
+class FixtureScheduling(LoadFileScheduling):
+    """Run all files that share a fixture in one worker, so that it starts once and not in each."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(self.config.rootpath / super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Return the scheduler of `--dist loadfile`."""
+    return FixtureScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

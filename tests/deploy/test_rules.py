@@ -118,10 +118,9 @@ def test_each_alert_has_a_severity_a_summary_and_its_own_runbook() -> None:
         assert rule["annotations"]["runbook_url"] == f"RUNBOOKS#{rule['alert'].lower()}"
 
 
-@pytest.mark.parametrize(
-    "scrape_s",
-    [60, pytest.param(15, marks=(pytest.mark.proof, pytest.mark.chart))],
-)
+@pytest.mark.proof
+@pytest.mark.chart
+@pytest.mark.parametrize("scrape_s", [60, 15])
 def test_the_recorded_numbers_are_right_and_a_healthy_run_is_quiet_at_every_pace(
     tmp_path: Path, scrape_s: int
 ) -> None:
@@ -509,6 +508,8 @@ def test_a_collapse_is_reported_with_its_first_step_while_the_run_trains(tmp_pat
     check(tmp_path, runs, looks)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_alert_for_checkpoint_uploads_depends_on_their_usual_duration(tmp_path: Path) -> None:
     """Check uploads of a minute, of an hour, never ended, and waiting at the end of a run."""
     waiting = "rayloom_checkpoint_upload_waiting_timestamp_seconds"

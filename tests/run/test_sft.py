@@ -80,6 +80,8 @@ def losses(directory: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in map(json.loads, lines)]
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_the_loss_falls_and_the_newest_checkpoints_are_kept(
     model: str, tmp_path: Path
 ) -> None:

@@ -23,6 +23,8 @@ def user_of(connection: Connection) -> str:
     return str(connection.scalar(text("SELECT session_user")))
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_run_uses_new_users_and_passwords_and_keeps_the_last_readable_one(
     tmp_path: Path,
     postgresql_server: PostgresqlServer,

@@ -101,6 +101,8 @@ def test_resuming_equals_continuing_bit_for_bit(
     assert largest_difference(weights, two_ranks.weights()) == 0.0
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_moments_on_the_host_give_the_same_bits_and_interchangeable_checkpoints(
     two_ranks: World, settings: RankSettings
 ) -> None:

@@ -243,4 +243,12 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueStories = QueueMachine.TestCase
-TestQueueStories.settings = settings(max_examples=100, stateful_step_count=60)
+TestQueueStories.settings = settings(max_examples=40, stateful_step_count=60)
+
+
+@pytest.mark.proof
+@pytest.mark.slow
+class TestManyQueueStories(TestQueueStories):
+    """The same stories with more examples."""
+
+    settings = settings(max_examples=200, stateful_step_count=60)
