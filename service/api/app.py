@@ -19,13 +19,12 @@ from fastapi.dependencies.utils import get_flat_dependant
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from pydantic import Field
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.metrics import ApiMetrics
 from service.access.secret_files import SecretFile
 from service.api import problems
-from service.api.bodies import ASKS_HEADER
+from service.api.bodies import asked_method
 from service.api.callers import Callers, is_for_clients
 from service.api.control_routes import add_keys
 from service.api.environments import add_environments
@@ -200,8 +199,8 @@ class CountedRequests:
             await send(message)
 
         await self._app(scope, receive, noted)
-        asked_of = Headers(scope=scope).get(ASKS_HEADER)
-        if asked_of is not None and status == 204:
+        asked_of = asked_method(scope)
+        if asked_of and status == 204:
             # Only `door` asks; the request itself comes later.
             return
         # The router stores the route that it found in the scope.

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 # A body of more bytes is large: the key is then checked first, and memory is reserved for it.
 LARGE_BYTES = 64 << 10
@@ -30,6 +31,16 @@ _NUMBERS = re.compile(rb":\s*\[[\s\d.,eE+-]*\]")
 # Header with which `door` asks, by OPTIONS, whether the body of a request would be read; its value
 # is that request's method. The answer, 204 or a refusal, has the header too.
 ASKS_HEADER = "x-rayloom-asks"
+
+
+def asked_method(scope: Scope) -> str:
+    """Return the method of the request about which `door` asks; empty for every other request.
+
+    A client can send the header too. `door` adds its own header last and asks only by OPTIONS, so
+    a client can only ask, and a request with another method is a request.
+    """
+    values = Headers(scope=scope).getlist(ASKS_HEADER)
+    return values[-1] if values and scope["method"] == "OPTIONS" else ""
 
 
 class BodyRoom:

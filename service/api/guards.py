@@ -24,6 +24,7 @@ from service.api.bodies import (
     THREAD_BYTES,
     BodyRoom,
     announced_bytes,
+    asked_method,
     is_large,
     repeated_key,
 )
@@ -98,7 +99,7 @@ class Guards:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        asked_of = headers.get(ASKS_HEADER, "")
+        asked_of = asked_method(scope)
         try:
             refusal = await self._refusal(scope, headers, asked_of or scope["method"])
             if refusal is None and asked_of:
@@ -154,7 +155,7 @@ class Guards:
             check = None if method in _BODILESS else _session_check(scope)
             return None if check is None else await check(path, headers)
         caller = await self._callers.known(headers)
-        if ASKS_HEADER not in headers:
+        if not asked_method(scope):
             # A check by `door` is not counted: the request itself follows.
             self._callers.count(caller)
         check_scope(caller, path=path)

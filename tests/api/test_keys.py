@@ -26,6 +26,7 @@ from worlds.parts.tenant_routes import (
 from worlds.parts.tenant_world import FIRST_KEY, TenantRun, client_of, new_key, tenants
 
 from service.access.keys import Rates
+from service.api.bodies import ASKS_HEADER
 from service.api.callers import FRESH_S, is_for_clients
 from service.api.guards import OPEN_PATHS, has_own_keys
 from service.api.problems import RunUnavailable
@@ -189,7 +190,9 @@ async def test_a_key_has_its_own_limits(run: TenantRun) -> None:
     open_one = await new_key(app, "open", limits={"max_open_sessions": 2, "turns_per_minute": 1})
     async with client_of(app, slow) as client:
         assert (await client.get(f"{ROLLOUTS}/x")).status_code == 404
-        assert is_held(await client.get(f"{ROLLOUTS}/x"), "too-many-requests", "requests_per_s")
+        for headers in ({}, {ASKS_HEADER: ""}, {ASKS_HEADER: "GET"}):
+            held = await client.get(f"{ROLLOUTS}/x", headers=headers)
+            assert is_held(held, "too-many-requests", "requests_per_s")
     async with client_of(app, few) as client:
         large = await client.post(ROLLOUTS, json=tasks("a", "b", "c"))
         assert large.status_code == 413 and "max_waiting_tasks" in large.json()["detail"]
