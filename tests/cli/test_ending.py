@@ -23,6 +23,7 @@ from service.store.errors import LeaseLost, StoreError
 STOPPED = status_of(2, phase="finished", is_done=True, exit_reason="stopped after step 2 of 120")
 COMPLETE = status_of(120, phase="finished", is_done=True, exit_reason="all 120 steps are done")
 FAILED = status_of(2, phase="failed", is_done=True, exit_reason="the trainer died")
+SLOW = (pytest.mark.proof, pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,11 @@ def score(completion, answer):
 
 @pytest.mark.parametrize(
     ("command", "code"),
-    [(("check",), 0), (("try", "--answer", "answer"), 0), (("check", "--answer", "none"), 2)],
+    [
+        (("check",), 0),
+        pytest.param(("try", "--answer", "answer"), 0, marks=SLOW),
+        pytest.param(("check", "--answer", "none"), 2, marks=SLOW),
+    ],
 )
 def test_a_command_ends_despite_a_users_thread_that_does_not_end(
     tmp_path: Path, command: tuple[str, ...], code: int

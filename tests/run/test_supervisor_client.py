@@ -183,6 +183,8 @@ async def test_the_size_of_a_call_is_bounded_in_bytes(
     assert calls.sizes == [1, 1, 1] and [each.places[0].place for each in replies] == [1, 2, 3]
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 async def test_a_supervisor_that_is_killed_under_load_accepts_nothing_twice(tmp_path: Path) -> None:
     """Clients that retry until they are answered get every task stored once across restarts."""

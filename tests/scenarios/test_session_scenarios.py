@@ -19,7 +19,7 @@ from worlds.runs.run_checks import check_lineage
 from worlds.runs.run_driver import START_S, STEP_S, Run, running, small_config
 from worlds.servers.ports import free_port
 
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.scenario, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 KEY = "a key of the scenario, long enough"
 SPOKEN = (["chat"], ["messages"], ["responses"], ["chat", "messages", "responses"])
@@ -187,7 +187,6 @@ check_listens(host="127.0.0.1", port={port})
 """
 
 
-@pytest.mark.chaos
 def test_serve_starts_although_its_first_proxy_is_not_ready_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -195,6 +195,8 @@ def test_the_next_move_completes_one_killed_before_its_record_was_written(
     assert run_dir.database_url == new and rows_of(new) == rows_of(old)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_the_next_move_completes_one_killed_during_its_copy(
     run_dir: RunDir, to_server: StoreOptions, kind: str

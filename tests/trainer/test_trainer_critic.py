@@ -144,6 +144,8 @@ def test_two_ranks_score_and_train_a_critic_as_one_does(
     assert largest_difference(one_rank.weights(), two_ranks.weights()) < 2e-5
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_critic_resumes_bit_for_bit_with_its_optimiser_and_learning_rate(
     two_ranks: World, settings: RankSettings
 ) -> None:
