@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -109,6 +109,25 @@ def _check_text(text: str, what: str) -> None:
             "bytes.decode('utf-8', errors='replace'), otherwise use "
             "text.encode('utf-8', errors='replace').decode('utf-8')"
         ) from None
+
+
+def text_of_parts(parts: Iterable[object]) -> str:
+    """Join the texts of the parts that are a message's content, as in OpenAI's form.
+
+    Raises: ValueError if a part is not text, such as an image.
+    """
+    texts = []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else type_of(part)
+        text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"content[{index}]: got {kind!r:.40}, expected a text part such as "
+                "{'type': 'text', 'text': 'Hi'}, because the policy reads only text; write it as "
+                "text, or remove it"
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _check_state_key(key: str | None, what: str) -> None:

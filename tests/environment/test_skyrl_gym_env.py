@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
 import pytest
 from worlds.checks.missing_tools import need_package
 
+from actors.environment.builtin.single_turn import chat_message
 from actors.environment.builtin.skyrl_gym_env import SkyRLGymEnvironment, SkyRLGymOptions
 from actors.environment.protocol import Action, Role, StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
@@ -37,8 +39,9 @@ def counting(env_config: Any, extras: dict[str, Any]) -> Any:
         def step(self, action: str) -> dict[str, Any]:
             self.turns += 1
             role = "assistant" if action == "odd" else "tool"
+            seen = json.loads(action) if action.startswith(("[", "0")) else f"{action}!"
             return {
-                "observations": [{"role": role, "content": f"{action}!"}],
+                "observations": [{"role": role, "content": seen}],
                 "reward": 0.5,
                 "done": self.turns == env_config.limit,
                 "metadata": {},
@@ -104,6 +107,37 @@ async def test_a_message_of_the_assistant_is_refused() -> None:
     await environment.reset(_task(prompt="Go.", start=3))
     with pytest.raises(ValueError, match="got a message of role 'assistant'"):
         await environment.step(Action(text="odd"))
+    await environment.close()
+
+
+async def test_messages_are_read_as_those_of_a_data_set() -> None:
+    call = {"id": "c1", "function": {"name": "calc", "arguments": '{"sum": "2+2"}'}}
+    prompt = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "name": "calc", "content": "4"},
+        {"role": "assistant", "content": "4", "reasoning_content": "calc said 4"},
+        {"role": "user", "content": "What is 3+4?"},
+    ]
+    data = {**SUM, "prompt": prompt}
+    environment = SkyRLGymEnvironment(SkyRLGymOptions(id="gsm8k"))
+    assert check_of(environment).problem(data) == ""
+    shown = (await environment.reset(_task(**data))).messages
+    assert shown == tuple(map(chat_message, prompt))
+    assert [each.content for each in shown[:3]] == ["Be brief.", "2+2?", ""]
+    assert shown[2].call_texts == (("c1", "calc", '{"sum": "2+2"}'),)
+    assert shown[3].tool_call_id == "c1" and shown[4].reasoning == "calc said 4"
+
+
+async def test_an_observation_may_have_text_parts_and_a_number_but_no_image() -> None:
+    environment = SkyRLGymEnvironment(SkyRLGymOptions(**COUNTING))
+    for given, shown in (('[{"type": "text", "text": "Again."}]', "Again."), ("0", "0")):
+        await environment.reset(_task(prompt="Go.", start=3))
+        assert (await _answered(environment, given)).messages[0].content == shown
+    await environment.reset(_task(prompt="Go.", start=3))
+    with pytest.raises(ValueError, match=r"content\[0\]: got 'image_url', expected a text part"):
+        await _answered(environment, '[{"type": "image_url"}]')
     await environment.close()
 
 

@@ -27,6 +27,7 @@ from actors.environment.protocol import (
     Role,
     StepResult,
     ToolCall,
+    text_of_parts,
 )
 from actors.environment.reward_functions import (
     BadRewardFunction,
@@ -345,7 +346,7 @@ def chat_message(row: Mapping[str, Any]) -> Message:
         )
     content = content or ""
     if not isinstance(content, str):
-        content = "".join(part["text"] for part in content)
+        content = text_of_parts(content)
     calls = row.get("tool_calls") or ()
     for name, expected in _BOUND_TO_ROLES.items():
         if row.get(name) and role is not expected:

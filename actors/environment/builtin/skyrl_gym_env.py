@@ -20,8 +20,8 @@ from numbers import Real
 from types import ModuleType
 from typing import Any
 
-from actors.environment.builtin.single_turn import check_prompt
-from actors.environment.protocol import Action, Message, Observation, Role, StepResult
+from actors.environment.builtin.single_turn import chat_message, check_prompt
+from actors.environment.protocol import Action, Message, Observation, StepResult
 from actors.environment.task_data import PROMPT_DATA
 from actors.environment.user_names import find
 from actors.limits import STRICT
@@ -118,7 +118,12 @@ def _make(spec: Any, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -
 
 
 def _messages(chat: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    return tuple(Message(role=Role(each["role"]), content=str(each["content"])) for each in chat)
+    return tuple(chat_message({**each, "content": _content(each.get("content"))}) for each in chat)
+
+
+def _content(given: Any) -> Any:
+    # An environment may give a number where a text belongs.
+    return given if given is None or isinstance(given, list | tuple) else str(given)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
