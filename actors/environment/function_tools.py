@@ -37,15 +37,17 @@ from pydantic_core import to_jsonable_python
 
 from actors.environment import workers
 from actors.environment.fork_server import preload
-from actors.environment.protocol import ToolSchema
+from actors.environment.protocol import ToolSchema, text_of_content
 from actors.environment.reward_functions import RewardFunction, method_as_reward
 from actors.environment.tool_arguments import NOT_TAKEN, BadTool, arguments_model, no_schema, tidy
-from actors.environment.tool_turns import BadArguments
+from actors.environment.tool_turns import BadArguments, ToolFailed
 from actors.environment.user_names import BadName, find
 from actors.user_code import bounded, in_thread, type_of
 
 # Number of elements up to which an array is shown whole.
 MAX_SHOWN = 1000
+# The end of the text by which Python shows an object that has no text of its own.
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
 # Methods of a class that the policy cannot call.
 _OWN = frozenset({"reset", "close", "get_reward"})
 
@@ -297,9 +299,12 @@ def load_tools(names: Sequence[str]) -> tuple[FunctionTool | ToolClass, ...]:
 def as_text(found: object) -> str:
     """Return a tool's answer as text for the policy; anything but a text is written as JSON.
 
-    Lone surrogates, as in names of files that are not UTF-8, are replaced, because no message may
-    have any.
+    A list of text parts counts as text. Lone surrogates, as in names of files that are not UTF-8,
+    are replaced, because no message may have any.
+    Raises: ToolFailed if Python could show the answer only with an address in memory.
     """
+    if isinstance(found, list) and found and all(map(_has_only_text, found)):
+        found = text_of_content(found)
     text = found if isinstance(found, str) else _as_json(found)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -312,7 +317,23 @@ def _as_json(found: object) -> str:
             found = _plain(found)
         return found if isinstance(found, str) else _dumped(found)
     except (TypeError, ValueError):
-        return str(found)
+        text = str(found)
+        if _ADDRESS.search(text):
+            raise ToolFailed(
+                f"the tool returned {type_of(found)} that cannot be written as JSON, expected text "
+                "or JSON values; return its text"
+            ) from None
+        return text
+
+
+def _has_only_text(part: object) -> bool:
+    """Return whether an entry of a tool's answer is a text part without other fields."""
+    return (
+        isinstance(part, dict)
+        and {name for name, value in part.items() if value is not None} == {"type", "text"}
+        and part["type"] == "text"
+        and isinstance(part["text"], str)
+    )
 
 
 _dumped = json.JSONEncoder(ensure_ascii=False, default=lambda value: _plain(value)).encode

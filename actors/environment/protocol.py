@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -111,13 +111,21 @@ def _check_text(text: str, what: str) -> None:
         ) from None
 
 
-def text_of_parts(parts: Iterable[object]) -> str:
-    """Join the texts of the parts that are a message's content, as in OpenAI's form.
+def text_of_content(content: object) -> str:
+    """Return a message's content as text; the content may be None, or a list of OpenAI's parts.
 
-    Raises: ValueError if a part is not text, such as an image.
+    The texts of the parts are joined. None gives an empty text.
+    Raises: ValueError if the content, or a part of it, is not text, such as an image.
     """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        raise ValueError(
+            f"content: got {type_of(content)}, expected text, or a list of text parts; write it as "
+            "text"
+        )
     texts = []
-    for index, part in enumerate(parts):
+    for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type_of(part)
         text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
         if not isinstance(text, str):

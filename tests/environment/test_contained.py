@@ -74,11 +74,14 @@ def dies() -> str:
 class Desk:
     def reset(self, answer, **columns):
         self.answer, self.items = answer, []
-        return " Desk:"
+        return columns.get("shown", " Desk:")
     def put(self, item: str) -> int:
         """Put it there."""
         self.items.append(item)
         return len(self.items)
+    def look(self) -> list:
+        """Look at it."""
+        return [{"type": "image", "image": object()}, {"type": "text", "text": "4 items"}]
     def hang(self) -> str:
         """Hang."""
         time.sleep(10**6)
@@ -221,6 +224,35 @@ async def test_an_instance_keeps_its_state_until_its_worker_ends() -> None:
         await first.close()
     assert await said(second, call("put", item="pen")) == ["2"] or second._home is not None
     await second.close()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_text_parts_of_a_reset_are_added_and_other_values_are_refused(inline: bool) -> None:
+    rollout_settings.set(RolloutSettings(inline=inline))
+    parts = [{"type": "text", "text": " Board"}, {"type": "text", "text": ": X."}]
+    for shown, added in ((parts, " Board: X."), (None, ""), ([], ""), (" X.", " X.")):
+        environment = ToolsEnvironment(ToolsOptions(tools=("contained_of_test.py:Desk",)))
+        start = await environment.reset(task(answer="", shown=shown))
+        assert start.messages[-1].content == f"Go.{added}"
+        await environment.close()
+    for shown, got in (
+        ([*parts, {"type": "image"}], r"\[2\]: got 'image'"),
+        ({"a": 1}, ": got a dict"),
+    ):
+        environment = ToolsEnvironment(ToolsOptions(tools=("contained_of_test.py:Desk",)))
+        with pytest.raises(ValueError, match=f"tool .*Desk: its reset returned content{got}"):
+            await environment.reset(task(answer="", shown=shown))
+        await environment.close()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_an_image_of_a_tool_is_an_error_that_the_policy_reads(inline: bool) -> None:
+    rollout_settings.set(RolloutSettings(inline=inline))
+    environment = ToolsEnvironment(ToolsOptions(tools=("contained_of_test.py:Desk",)))
+    await environment.reset(task(answer=""))
+    [answer] = (await environment.step(Action(text="…", calls=(call("look"),)))).messages
+    assert answer.content.startswith("error: the tool returned a list that cannot be written as")
+    await environment.close()
 
 
 async def test_an_environment_in_a_worker_behaves_like_the_environment_itself() -> None:

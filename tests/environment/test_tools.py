@@ -573,6 +573,8 @@ async def test_an_object_given_as_json_text_is_parsed() -> None:
         ),
         ({"b", "a"}, '["a", "b"]'),
         (["a.txt", "\ud800.txt"], '["a.txt", "\ufffd.txt"]'),
+        ([{"type": "text", "text": "4 results"}], "4 results"),
+        ([{"type": "text", "text": "a", "page": 2}], '[{"type": "text", "text": "a", "page": 2}]'),
         # Values that JSON does not have.
         ({"a": math.nan, "b": -math.inf}, '{"a": NaN, "b": -Infinity}'),
         (Share(part=math.nan), '{"part":null}'),

@@ -27,7 +27,7 @@ from actors.environment.protocol import (
     Role,
     StepResult,
     ToolCall,
-    text_of_parts,
+    text_of_content,
 )
 from actors.environment.reward_functions import (
     BadRewardFunction,
@@ -344,9 +344,6 @@ def chat_message(row: Mapping[str, Any]) -> Message:
             f"the content of a message of role {row['role']} is null or missing, expected text; "
             "write the text, or remove the message"
         )
-    content = content or ""
-    if not isinstance(content, str):
-        content = text_of_parts(content)
     calls = row.get("tool_calls") or ()
     for name, expected in _BOUND_TO_ROLES.items():
         if row.get(name) and role is not expected:
@@ -357,7 +354,7 @@ def chat_message(row: Mapping[str, Any]) -> Message:
     reasoning = row.get("reasoning_content") or row.get("reasoning") or row.get("thinking")
     return Message(
         role=role,
-        content=content,
+        content=text_of_content(content),
         name=row.get("name") or None,
         tool_calls=tuple(_call(call) for call in calls),
         tool_call_id=row.get("tool_call_id") or None,

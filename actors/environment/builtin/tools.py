@@ -36,6 +36,7 @@ from actors.environment.protocol import (
     Observation,
     StepResult,
     ToolCall,
+    text_of_content,
 )
 from actors.environment.reward_functions import EXTRAS, RewardFunction
 from actors.environment.settings import rollout_settings
@@ -164,8 +165,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
         messages = list(self.first_messages(task.data))
         for each, instance in zip(classes, self._instances, strict=True):
             seen = await each.call(instance, "reset", task.data, limit_s=limit_s)
-            if isinstance(seen, str) and seen:
-                messages[-1] = replace(messages[-1], content=messages[-1].content + seen)
+            try:
+                added = text_of_content(seen)
+            except ValueError as error:
+                raise ValueError(f"tool {each.name}: its reset returned {error}") from error
+            messages[-1] = replace(messages[-1], content=messages[-1].content + added)
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
 
     async def step(self, action: Action) -> StepResult:
