@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge, Le
 
-from actors.environment.protocol import RewardError
+from actors.environment.protocol import RewardError, text_of_content
 from actors.environment.text_patterns import last_of, problem_of
 from actors.limits import STRICT, ModelName, Natural, Positive
 from actors.options import JsonObject, expanded
@@ -252,8 +253,31 @@ def _shown(value: Any) -> str:
     """Return a column's value as text; a chat has a line `ROLE: CONTENT` for each message."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Sequence) and all(
-        isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in value
+    is_list = isinstance(value, Sequence) and len(value) > 0
+    if is_list and all(
+        isinstance(each, Mapping) and "role" in each and each.keys() & {"content", "tool_calls"}
+        for each in value
     ):
-        return "\n".join(f"{each['role']}: {each['content']}" for each in value)
+        return "\n".join(f"{each['role']}: {_text_of(each)}" for each in value)
     return json.dumps(value, ensure_ascii=False)
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Return the content of a chat's message, and a line of JSON for each of its calls."""
+    content = message.get("content")
+    try:
+        text = text_of_content(content)
+    except ValueError:
+        # A column other than the prompt may have a chat with images.
+        text = json.dumps(content, ensure_ascii=False)
+    calls = [_shown_call(call) for call in message.get("tool_calls") or ()]
+    return "\n".join([*filter(None, [text]), *calls])
+
+
+def _shown_call(call: Any) -> str:
+    function = call.get("function", call) if isinstance(call, Mapping) else call
+    if isinstance(function, Mapping):
+        function = {name: function[name] for name in ("name", "arguments") if name in function}
+        with suppress(KeyError, TypeError, ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return json.dumps(function, ensure_ascii=False)

@@ -19,7 +19,7 @@ import uvicorn
 from actors.environment import judge as judges
 from actors.environment.builtin.single_turn import SingleTurnEnvironment, SingleTurnOptions
 from actors.environment.judge import Judge
-from actors.environment.judge_options import JudgeOptions, score_of
+from actors.environment.judge_options import JudgeOptions, question_of, score_of
 from actors.environment.protocol import Action, RewardError
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.options import BadOptions, read
@@ -485,3 +485,23 @@ def test_a_judge_may_have_the_name_of_an_option() -> None:
 def test_options_without_a_function_or_judge_are_refused() -> None:
     with pytest.raises(BadEnvironmentOptions, match="got no function"):
         resolve("single_turn", {})
+
+
+def test_the_judge_reads_the_texts_and_calls_of_a_chat_and_an_empty_list_as_json() -> None:
+    call = {"id": "c1", "function": {"name": "calc", "arguments": '{"sum": "2+2"}'}}
+    chat = [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        {"role": "assistant", "content": "Again.", "tool_calls": [call["function"], call]},
+    ]
+    asked = JudgeOptions(url="http://j/v1", model="m", prompt="$prompt|$tests|$seen|$completion")
+    columns = {"prompt": chat, "tests": [], "seen": [{"role": "user", "content": [{"type": "x"}]}]}
+    shown, tests, seen, _ = question_of(asked, "4", columns)["messages"][0]["content"].split("|")
+    line = '{"name": "calc", "arguments": {"sum": "2+2"}}'
+    assert shown.splitlines() == [
+        "system: Be brief.", "user: 2+2?", f"assistant: {line}", "tool: 4", "assistant: Again.",
+        line, line,
+    ]  # fmt: skip
+    assert (tests, seen) == ("[]", 'user: [{"type": "x"}]')
