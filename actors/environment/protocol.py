@@ -114,7 +114,8 @@ def _check_text(text: str, what: str) -> None:
 def text_of_content(content: object) -> str:
     """Return a message's content as text; the content may be None, or a list of OpenAI's parts.
 
-    The texts of the parts are joined. None gives an empty text.
+    The texts of the parts are joined by newlines, as vLLM and the sessions join them. None gives an
+    empty text.
     Raises: ValueError if the content, or a part of it, is not text, such as an image.
     """
     if content is None or isinstance(content, str):
@@ -135,7 +136,7 @@ def text_of_content(content: object) -> str:
                 "text, or remove it"
             )
         texts.append(text)
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _check_state_key(key: str | None, what: str) -> None:

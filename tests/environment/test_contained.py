@@ -230,7 +230,7 @@ async def test_an_instance_keeps_its_state_until_its_worker_ends() -> None:
 async def test_text_parts_of_a_reset_are_added_and_other_values_are_refused(inline: bool) -> None:
     rollout_settings.set(RolloutSettings(inline=inline))
     parts = [{"type": "text", "text": " Board"}, {"type": "text", "text": ": X."}]
-    for shown, added in ((parts, " Board: X."), (None, ""), ([], ""), (" X.", " X.")):
+    for shown, added in ((parts, " Board\n: X."), (None, ""), ([], ""), (" X.", " X.")):
         environment = ToolsEnvironment(ToolsOptions(tools=("contained_of_test.py:Desk",)))
         start = await environment.reset(task(answer="", shown=shown))
         assert start.messages[-1].content == f"Go.{added}"

@@ -16,6 +16,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from worlds.builders.chat_replies import chat_reply
 from worlds.parts.dialect_sdks import SDKS, USER, MessagesSdk, ResponsesSdk
 
+from actors.environment.builtin.single_turn import chat_message
 from actors.environment.protocol import Message, Role, ToolCall, ToolSchema
 from service.gateway.chat import ChatRequest, RefusalCode, Refused
 from service.gateway.dialects.anthropic_messages import ANTHROPIC_MESSAGES
@@ -467,6 +468,10 @@ def test_arguments_of_a_chat_are_json_or_a_printed_python_dictionary() -> None:
     for given, arguments in vectors:
         [message] = CHAT.read(with_arguments(given)).messages
         assert message.tool_calls[0].arguments == arguments
+
+
+def test_a_chat_of_a_data_set_is_read_as_the_same_messages_of_a_request() -> None:
+    assert tuple(map(chat_message, CHAT.conversation["messages"])) == CHAT.messages
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,7 @@ def _chat_messages(prompt: Sequence[Mapping[str, Any]]) -> Iterator[Message]:
 def chat_message(row: Mapping[str, Any]) -> Message:
     """Convert a message of a data set, which has OpenAI's form, to a `Message`.
 
-    The role `developer` becomes `system`. If the content is a list of text parts, they are joined.
+    The role `developer` becomes `system`. Text parts are joined by newlines.
     Raises: ValueError for a call that cannot be read, for a field that only another role may have,
     for content that is not text, such as images, and for a user's or system message without
     content.
