@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -28,6 +29,8 @@ import cloudpickle
 
 from actors.user_code import type_of
 from service.config.file import ConfigError
+
+_logger = logging.getLogger(__name__)
 
 Named = str | Callable[..., Any]
 """A function or a class, or its name: FILE.py:NAME, or package.module:NAME."""
@@ -228,7 +231,17 @@ def write_rows(dataset: Iterable[Mapping[str, Any]], directory: Path) -> Path:
         return _write_parquet(dataset, directory)
     if _is_frame(dataset):
         dataset = _records(dataset)
-    lines = [_line(row, f"dataset: row {number}") for number, row in enumerate(dataset, start=1)]
+    left_out: set[str] = set()
+    rows = [
+        _as_plain(row, f"dataset: row {number}", left_out)
+        for number, row in enumerate(dataset, start=1)
+    ]
+    for name in sorted(left_out):
+        _logger.warning("dataset: column %s is left out: it holds bytes", name)
+    lines = [
+        json.dumps({name: row[name] for name in row if name not in left_out}, ensure_ascii=False)
+        for row in rows
+    ]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "rows.jsonl"
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -324,8 +337,15 @@ def _records(frame: Any) -> Any:
     return frame.to_dict("records")
 
 
-def _line(row: Any, where: str) -> str:
-    """Return a row as JSON. where: the row's name in error texts. Raises: ConfigError."""
+def _as_plain(row: Any, where: str, left_out: set[str]) -> dict[str, Any]:
+    """Return a row with its values as JSON, converted as `read_data_set` converts those of files.
+
+    where: the row's name in error texts. left_out: the names of columns that hold bytes are added
+    to it. Raises: ConfigError.
+    """
+    # The import takes a second, which only a call with rows needs.
+    from actors.environment.data_sets import CHAT, as_json, has_bytes, without_nulls
+
     try:
         # Some rows are not of the class Mapping: those of sqlite3 and pydantic, for example.
         values = None if isinstance(row, str | bytes | list | tuple) else dict(row)
@@ -336,21 +356,28 @@ def _line(row: Any, where: str) -> str:
             f'{where}: got {type_of(row)}, expected a dict, such as {{"prompt": "What is 1 + 1?"}};'
             " give each row as a dict of its columns"
         )
-    if problem := _problem(values):
-        column = next((name for name, value in values.items() if _problem({name: value})), "")
-        value = values.get(column)
-        got = repr(value) if isinstance(value, float) else f"a value that is not JSON ({problem})"
-        raise ConfigError(
-            f"{where}, column {column}: got {got}, expected texts, finite numbers, true, false, "
-            "null, lists and dicts; convert the value, or leave out the row (in pandas by dropna) "
-            "or the column"
-        )
-    return json.dumps(values, ensure_ascii=False)
-
-
-def _problem(values: dict[str, Any]) -> str:
-    try:
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        return str(error) or type_of(error)
-    return ""
+    found: dict[str, Any] = {}
+    for column, value in values.items():
+        plain = value
+        try:
+            name = column if isinstance(column, str) else json.dumps(column)
+            if name in found:
+                raise TypeError(f"another column is also named {name}")
+            plain = as_json(value)
+            if has_bytes(plain):
+                left_out.add(name)
+            else:
+                json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            is_float = isinstance(plain, float)
+            problem = str(error) or type_of(error)
+            got = repr(plain) if is_float else f"a value that is not JSON ({problem})"
+            raise ConfigError(
+                f"{where}, column {column}: got {got}, expected texts, finite numbers, dates, "
+                "true, false, null, lists, and dicts whose keys are texts; convert the value, or "
+                "leave out the row (in pandas by dropna) or the column"
+            ) from None
+        # pandas reads lists as arrays from Parquet, where all objects have the same keys.
+        has_nulls = column in CHAT and hasattr(value, "tolist")
+        found[name] = without_nulls(plain) if has_nulls else plain
+    return found

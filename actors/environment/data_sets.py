@@ -55,7 +55,7 @@ _LEAVE_OUT = "leave the column out, by null in"
 # A chat as JSON, or as Python writes it into a CSV file.
 _CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']\s*:""")
 # The columns of a chat, and the keys in them whose objects differ from row to row.
-_CHAT = ("prompt", "messages", "tools")
+CHAT = ("prompt", "messages", "tools")
 # The environments that take the prompt from the column `prompt`; and columns that other libraries
 # add to the prompt, with the remedy.
 _OF_PROMPTS = ("single_turn", "tools")
@@ -181,13 +181,13 @@ def _values_of(
             left_out.add(column)
             _logger.warning("%s: column %s is left out: it holds bytes", what, column)
         values = {
-            name: _as_json(row[column])
+            name: as_json(row[column])
             for name, column in entries.items()
             if column in row and column not in left_out
         }
         found = values
         if is_typed:
-            found = {n: _without_nulls(v) if n in _CHAT else v for n, v in values.items()}
+            found = {n: without_nulls(v) if n in CHAT else v for n, v in values.items()}
         doubts = [_NULLS] if found != values else []
         for doubt in (*doubts, *_doubts(found, environment)):
             if doubt not in reported:
@@ -253,32 +253,45 @@ def _is_unnamed(names: Sequence[str]) -> bool:
 
 
 def _not_json(row: Mapping[str, Any], columns: Iterable[str]) -> set[str]:
-    return {name for name in columns if _has_bytes(row.get(name))}
+    return {name for name in columns if has_bytes(row.get(name))}
 
 
-def _has_bytes(value: Any) -> bool:
+def has_bytes(value: Any) -> bool:
+    """Return whether a row's value is bytes, or is a list or dict that holds bytes."""
     if isinstance(value, dict | list):
-        return any(map(_has_bytes, value.values() if isinstance(value, dict) else value))
+        return any(map(has_bytes, value.values() if isinstance(value, dict) else value))
     return isinstance(value, bytes | bytearray | memoryview)
 
 
-def _as_json(value: Any) -> Any:
-    """Return a value as JSON: dates as ISO texts, durations in seconds, decimals as numbers."""
+def as_json(value: Any) -> Any:
+    """Return a value as JSON: dates as ISO texts, durations in seconds, decimals as numbers.
+
+    Numbers, texts and arrays of numpy and pandas become plain values, and tuples become lists.
+    Other values that are not JSON, such as bytes and missing dates, stay as they are.
+    Raises: TypeError for a key that is not a text, which JSON would turn into one.
+    """
     if type(value) in _PLAIN:
         return value
+    if hasattr(value, "tolist") and not has_bytes(value):
+        kind = getattr(getattr(value, "dtype", None), "kind", "")
+        # numpy returns times that are finer than Python's as integers.
+        return as_json((value.astype(f"{kind}8[us]") if kind in ("M", "m") else value).tolist())
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, date | time):
-        return value.isoformat()
+        # pandas' missing date differs from itself.
+        return value.isoformat() if value == value else value
     if isinstance(value, Decimal):
         is_whole = value.is_finite() and value == value.to_integral_value()
         return int(value) if is_whole else float(value)
     if isinstance(value, dict):
-        return {name: _as_json(each) for name, each in value.items()}
-    return [_as_json(each) for each in value] if isinstance(value, list) else value
+        if odd := [name for name in value if not isinstance(name, str)]:
+            raise TypeError(f"the key {odd[0]!r} of a dict is not a text")
+        return {name: as_json(each) for name, each in value.items()}
+    return [as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
+def without_nulls(value: Any, *, is_free: bool = False) -> Any:
     """Remove nulls from the arguments of calls and from the schemas of tools in a chat.
 
     Arrow gives all objects of a column the same keys: a key that an object lacks is added with the
@@ -287,11 +300,11 @@ def _without_nulls(value: Any, *, is_free: bool = False) -> Any:
     is_free: whether `value` is a part of a call's arguments or of a tool's schema.
     """
     if isinstance(value, list):
-        return [_without_nulls(each, is_free=is_free) for each in value]
+        return [without_nulls(each, is_free=is_free) for each in value]
     if not isinstance(value, dict):
         return value
     return {
-        name: _without_nulls(each, is_free=is_free or name in _FREE)
+        name: without_nulls(each, is_free=is_free or name in _FREE)
         for name, each in value.items()
         if each is not None or not is_free
     }

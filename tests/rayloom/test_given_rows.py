@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from datetime import date, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas as pd
 import pytest
 from pydantic import BaseModel
@@ -126,6 +129,12 @@ def test_nulls_that_a_data_set_adds_to_tool_schemas_are_removed(tmp_path: Path) 
             [ROWS[0], {"prompt": "q", "when": object()}],
             "row 2, column when: got a value that is not JSON .*object is not JSON ser.*; convert",
         ),
+        (
+            [ROWS[0], {"prompt": "q", "labels": [{"1": "a", 1: "b"}]}],
+            r"row 2, column labels: got a value that is not JSON \(the key 1 of a dict is not a te",
+        ),
+        ([{"prompt": "q", "1": 1, 1: 2}], "row 1, column 1: got .*another column is also named 1"),
+        ([{"prompt": "q", "when": pd.NaT}], "row 1, column when: got a value that is not JSON"),
         ([{"prompt": "\ud800"}], "row 1, column prompt: got a value that is not JSON"),
     ],
 )  # fmt: skip
@@ -156,3 +165,42 @@ def test_missing_values_and_duplicate_columns_are_refused(tmp_path: Path) -> Non
     assert read(missing.dropna(), tmp_path / "run") == [
         {"prompt": ROWS[0]["prompt"], "answer": 1.0}, {"prompt": ROWS[2]["prompt"], "answer": 2.0},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (np.int64(3), 3),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ({"parts": (np.float32(0.5), [np.bool_(True)])}, {"parts": [0.5, [True]]}),
+        (date(2024, 1, 2), "2024-01-02"),
+        (pd.Timestamp("2024-01-02T03:04:05Z"), "2024-01-02T03:04:05+00:00"),
+        (np.array(["2024-01-02"], dtype="datetime64[ns]"), ["2024-01-02T00:00:00"]),
+        ([timedelta(seconds=90)], [90.0]),
+        ({"price": Decimal("1.50"), "count": Decimal(2)}, {"price": 1.5, "count": 2}),
+        (pd.Categorical(["a", "b"]), ["a", "b"]),
+    ],
+    ids=str,
+)
+def test_values_are_converted_as_those_of_files(value: Any, plain: Any, tmp_path: Path) -> None:
+    assert read([{"prompt": "q", "answer": value}], tmp_path) == [{"prompt": "q", "answer": plain}]
+
+
+def test_chats_that_pandas_read_from_parquet_are_the_same_tasks_as_the_file(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in "ab"]
+    chats = [[{"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
+    file = tmp_path / "chats.parquet"
+    datasets.Dataset.from_dict({"prompt": chats, "sizes": [[1, 2], [3]]}).to_parquet(file)
+    of_file = read_data_set(str(file), environment="single_turn", columns={}, split="train")
+    found = read(pd.read_parquet(file), tmp_path)
+    assert found == [task.data for task in of_file]
+    assert [row["prompt"] for row in found] == chats
+
+
+def test_a_column_that_holds_bytes_in_any_row_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = (None, {"bytes": b"x"}, memoryview(b"y"))
+    rows = [{"prompt": "q", "image": each, "answer": 1} for each in images]
+    assert [row.keys() for row in read(rows, tmp_path)] == [{"prompt", "answer"}] * 3
+    assert caplog.messages == ["dataset: column image is left out: it holds bytes"]
