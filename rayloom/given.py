@@ -17,9 +17,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
 from importlib.machinery import PathFinder
+from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -62,11 +63,14 @@ def _expected(what: str) -> str:
     return f"expected a function, its name FILE.py:NAME, or a list of them{or_weights}; pass that"
 
 
-def name_of(function: Named, store: Path, *, what: str) -> str:
+def name_of(
+    function: Named, store: Path, *, what: str, others: Collection[str] = frozenset()
+) -> str:
     """Return the name by which a run can import a function or a class.
 
-    If there is no such name, the object is first stored in `store`. what: name of the argument that
-    contains the object, for errors.
+    If there is no such name, the object is first stored in `store`. If one of the `others` (such as
+    module:score) then has its name, a number is added, such as score_2. what: name of the argument
+    that contains the object, for errors.
     Raises: ConfigError if the object cannot be stored, or if it uses a module that the run would
     import from another file.
     """
@@ -75,7 +79,7 @@ def name_of(function: Named, store: Path, *, what: str) -> str:
     if name := _own_name(function):
         module = sys.modules[name.partition(":")[0]]
         _check_files([module.__name__, *_modules_in(module)], what=what)
-    return name or _stored(function, store, what=what)
+    return name or _stored(function, store, what=what, others=others)
 
 
 def own_paths() -> list[str]:
@@ -175,9 +179,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
 
-def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
+def _stored(
+    function: Callable[..., Any], store: Path, *, what: str, others: Collection[str]
+) -> str:
     """Store a function by value in a new module in `store`, and return its MODULE:NAME.
 
+    what, others: as for `name_of`.
     Raises: ConfigError if the function refers to an object that cannot be pickled.
     """
     name = getattr(function, "__name__", "")
@@ -195,6 +202,11 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
     _check_files(sorted(pickler.modules), what=what)
     value = buffer.getvalue()
     digest = hashlib.sha256(value).hexdigest()
+    module = f"given_{digest[:16]}"
+    used = {each.partition(":")[2] for each in others}
+    numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+    # The same function twice keeps its name, and is refused.
+    name = next(each for each in numbered if f"{module}:{each}" in others or each not in used)
     # Of a function the code, because getsource would show the inner function of a wrapper.
     shown: Any = function if isinstance(function, type) else getattr(function, "__code__", None)
     try:
@@ -203,7 +215,6 @@ def _stored(function: Callable[..., Any], store: Path, *, what: str) -> str:
         source = "its source is not known\n"
     commented = "".join(f"# {line}".rstrip() + "\n" for line in source.splitlines())
     store.mkdir(parents=True, exist_ok=True)
-    module = f"given_{digest[:16]}"
     (store / f"{module}.py").write_text(
         f'"""{name}, as it was when the run began: by value, SHA-256 {digest}."""\n\n'
         f"{commented}\nfrom base64 import b64decode\n\nimport cloudpickle\n\n"

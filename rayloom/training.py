@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from rayloom.given import Given, listed, name_of, own_paths, without_file, write_rows
+from rayloom.given import WEIGHTED, Given, listed, name_of, own_paths, without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
 from service.config.file import ConfigError, dump_config, path_text, plain_values
@@ -310,8 +310,14 @@ def _arguments(
         with _removed_if_refused(directory) as store:
             if dataset is not None:
                 arguments += ["--dataset", _dataset(dataset, store)]
+            scoring: list[str] = []
             for what, each in functions.items():
-                names = [name_of(function, store, what=what) for function in each]
+                names: list[str] = []
+                for function in each:
+                    # The policy sees the name of a tool, so a tool keeps it.
+                    others = [*scoring, *names] if what in WEIGHTED else []
+                    names.append(name_of(function, store, what=what, others=others))
+                scoring += names
                 option = f"--{what.replace('_', '-')}"
                 arguments += [part for name in names for part in (option, name)]
                 if names and isinstance(weights := given[what], Mapping):

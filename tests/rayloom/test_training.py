@@ -6,6 +6,8 @@ import importlib
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 import rayloom
+from actors.environment.reward_functions import load_functions
 from rayloom.given import name_of
 from service.cli.commands.configuration import path_option, run_configuration
 from service.launch.run_dir import RunDir, check_new
@@ -153,6 +156,46 @@ def test_weights_of_functions_reach_the_run(tmp_path: Path, started: list[str]) 
         "group_reward": {"orig.py:rank": 2},
         "tools": ["tools.py:add"],
     }
+
+
+def test_stored_functions_with_the_same_name_are_numbered(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def near(completion: str, k: float = 0) -> float:
+        return k
+
+    def nearer(k: float) -> Callable[..., float]:
+        def near(completion: str) -> float:
+            return k
+
+        return near
+
+    named = partial(near, k=4)
+    named.__name__ = "four"  # type: ignore[attr-defined]
+    given = [near, partial(near, k=1), nearer(2), partial(near, k=3), named]
+    run_dir = tmp_path / "run"
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train(
+            dataset=ROWS,
+            reward=dict.fromkeys(given, 1.0),
+            group_reward=lambda completions: [0.0] * len(completions),
+            run_dir=run_dir,
+        )
+    options = config_of(started).tasks.options
+    store = RunDir(path=run_dir).functions
+    assert not store.exists()
+    # The directory was removed, because the command was refused; the names stay the same.
+    others: list[str] = []
+    for function in given:
+        others.append(name_of(function, store, what="reward", others=others))
+    assert list(options["reward"]) == others
+    monkeypatch.syspath_prepend(str(store))
+    found = load_functions(others)
+    assert [each.name for each in found] == ["near", "function", "near_2", "function_2", "four"]
+    assert [each.function("") for each in found] == [0, 1, 2, 3, 4]
+    assert options["group_reward"].endswith(":function_3")
+    # The same function twice has one name, and is refused by it.
+    assert name_of(given[2], store, what="reward", others=others) == others[2]
 
 
 class Temperature(float):
