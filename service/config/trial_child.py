@@ -54,6 +54,8 @@ _OTHER_GAME = (
     "members of a group play one task and are compared; derive every random choice from "
     "task.seed, and keep no state in the class or the module"
 )
+# Names of a number that is probably the total of the other named numbers.
+_TOTALS = ("overall", "reward", "total", "total_reward", "total_score", "final_score")
 # Similarity, by difflib, of two names of which one is probably a misspelling of the other.
 _ALIKE = 0.8
 # Exceptions that a call raises for every answer.
@@ -191,7 +193,7 @@ async def _call_all(
         said.send(("calling", (call, position == len(planned))))
         if function is not None:
             assert isinstance(environment, SingleTurnEnvironment)
-            fate, words, value = await _scored(environment, function, text)
+            fate, words, value = await _scored(environment, function, text, said)
         elif call.function.startswith(STEP):
             is_copied = not config.rollouts.inline
             made = tasks.maker(config)()
@@ -252,8 +254,12 @@ def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[s
 
 
 async def _scored(
-    environment: SingleTurnEnvironment, function: RewardFunction | Judge, text: str
+    environment: SingleTurnEnvironment,
+    function: RewardFunction | Judge,
+    text: str,
+    said: Connection,
 ) -> tuple[Fate, str, float]:
+    """Score an answer; send a warning if the sum of named numbers probably counts them twice."""
     try:
         score = await environment.score_by(function, text)
     except NoScore as error:
@@ -263,6 +269,14 @@ async def _scored(
         return _fate_of(error, function)
     if score.value is None:
         return "silent", "", 0.0
+    total = next((name for name in score.parts if name.lower() in _TOTALS), None)
+    if total is not None and len(score.parts) > 1 and "score" not in score.parts:
+        told = (
+            f"reward function {function.name}: the reward is the sum of {', '.join(score.parts)}, "
+            f"and {total} is probably their total already; expected numbers to add up, or the "
+            f"total under the name score; return {total} as score"
+        )
+        said.send(("told", told))
     return "scored", "", function.weight * score.value
 
 

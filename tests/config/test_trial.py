@@ -50,6 +50,22 @@ def forks(completion, answer):
 def misspelt(completion, anwser="4", strict=True, completion_ids=None):
     return float(completion == anwser)
 
+def counts_twice(completion, answer):
+    right = float(completion.strip() == answer)
+    return {"Overall": right, "format": 0.0, "accuracy": right}
+
+def counts_twice_in_groups(completions):
+    return [{"total": 1.0, "format": 1.0} for text in completions]
+
+def of_verl(completion, answer):
+    return {"score": float(completion.strip() == answer), "reward": 1.0}
+
+def parts(completion, answer):
+    return {"accuracy": float(completion.strip() == answer), "format": 0.5}
+
+def only_total(completion, answer):
+    return {"reward": float(completion.strip() == answer)}
+
 def silent(completion):
     return None
 
@@ -282,6 +298,26 @@ def test_a_failure_for_one_answer_is_a_warning_and_leaves_no_process(place: Path
         while (state := state_of(child)) not in GONE:
             assert time.monotonic() < end, f"process {child} is left in state {state}"
             time.sleep(0.05)
+
+
+def test_named_numbers_whose_sum_counts_a_total_twice_are_a_warning(place: Path) -> None:
+    reported: list[str] = []
+    config = config_of(
+        options={
+            "reward": [
+                f"of_trial.py:{name}" for name in ("counts_twice", "of_verl", "parts", "only_total")
+            ],
+            "group_reward": "of_trial.py:counts_twice_in_groups",
+        }
+    )
+    tried(config, Trial(), tell=reported.append)
+    of_one, of_group = reported
+    assert of_one == (
+        "reward function counts_twice: the reward is the sum of Overall, format, accuracy, and "
+        "Overall is probably their total already; expected numbers to add up, or the total under "
+        "the name score; return Overall as score"
+    )
+    assert "counts_twice_in_groups: the reward is the sum of total, format" in of_group
 
 
 @pytest.mark.parametrize(
