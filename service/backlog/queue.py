@@ -498,7 +498,7 @@ class SubmissionQueue:
                 await self._archive([self._table.view(submission_id)])
             return True
 
-    async def archive(self, *, last_event_seq: int, newest_event_seq: int) -> None:
+    async def archive(self, kept: Sequence[int]) -> None:
         """Store the final states of submissions that are over, and remove these from memory.
 
         Args: see `SubmissionTable.over`, which selects the submissions. Raises: LeaseLost.
@@ -506,10 +506,7 @@ class SubmissionQueue:
 
         async def archive() -> None:
             async with self._changing:
-                views = self._table.over(
-                    last_event_seq=last_event_seq, newest_event_seq=newest_event_seq
-                )
-                if views:
+                if views := self._table.over(kept):
                     await self._archive(views)
 
         await self._thread.finish(archive())

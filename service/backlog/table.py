@@ -163,21 +163,19 @@ class SubmissionTable:
         """Return whether a recorded event says that the submission's group was admitted."""
         return self._entries[submission_id].admitted_seq is not None
 
-    def over(self, *, last_event_seq: int, newest_event_seq: int) -> list[SubmissionView]:
+    def over(self, kept: Sequence[int]) -> list[SubmissionView]:
         """Return the final states of submissions whose rollouts will not be played again.
 
         If the run returns to a checkpoint, rollouts that ended after the checkpoint are played
         again. So a submission is over only if all its rollouts ended before the oldest checkpoint
-        that is kept. `_is_evicted` describes an exception.
+        that is kept. `_is_over` describes an exception.
 
-        last_event_seq: number of the newest ledger event that no return to a checkpoint can undo.
-        newest_event_seq: number of the last event that the newest checkpoint contains.
+        kept: the number of the last ledger event that each kept checkpoint contains, newest first.
         """
         return [
             self.view(submission_id)
             for submission_id, entry in self._entries.items()
-            if _is_over(entry, last_event_seq)
-            or _is_evicted(entry, last_event_seq, newest_event_seq)
+            if _is_over(entry, kept)
         ]
 
     def forget(self, submission_id: str) -> None:
@@ -253,26 +251,26 @@ def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]
     return tuple(RolloutView(index=index, status=status) for index in range(num_samples))
 
 
-def _is_over(entry: _Entry, last_event_seq: int) -> bool:
+def _is_over(entry: _Entry, kept: Sequence[int]) -> bool:
+    """Return whether no return to a kept checkpoint can play a submission's rollouts again.
+
+    Usually the oldest kept checkpoint must contain the end of all rollouts. If all were evicted
+    before any step, it is enough that the newest contains their end and that none was written
+    while the group was in the queue. Otherwise, evicted submissions would pile up in memory while
+    no step is trained. Args: see `SubmissionTable.over`.
+    """
     if entry.group_id is None:
         return entry.is_cancelled
-    has_left = len(entry.exits) == entry.submission.num_samples
-    return has_left and all(event.seq <= last_event_seq for event in entry.exits.values())
-
-
-def _is_evicted(entry: _Entry, last_event_seq: int, newest_event_seq: int) -> bool:
-    """Return whether a submission is over because its whole group was evicted before any step.
-
-    The newest checkpoint must contain the evictions. These submissions do not wait for older
-    checkpoints to be removed, because their number would grow without a limit while no step is
-    trained. Args: see `SubmissionTable.over`.
-    """
-    # The group may be in the queue of an older checkpoint; a return would then play it again.
-    if entry.admitted_seq is None or entry.admitted_seq <= last_event_seq:
-        return False
-    has_left = len(entry.exits) == entry.submission.num_samples
     exits = entry.exits.values()
-    return has_left and all(e.step is None and e.seq <= newest_event_seq for e in exits)
+    if len(exits) < entry.submission.num_samples:
+        return False
+    end = max(event.seq for event in exits)
+    if end <= kept[-1]:
+        return True
+    admitted = entry.admitted_seq
+    if admitted is None or end > kept[0] or any(event.step is not None for event in exits):
+        return False
+    return not any(admitted <= seq < end for seq in kept)
 
 
 def rebuild(

@@ -467,9 +467,7 @@ class RunRecorder:
         """
         if self._submissions is not None:
             # Do this before the events are removed: they say how the submissions' rollouts ended.
-            await self._submissions.archive(
-                last_event_seq=kept[-1].last_event_seq, newest_event_seq=kept[0].last_event_seq
-            )
+            await self._submissions.archive([each.last_event_seq for each in kept])
         await self._thread.call(
             forget,
             self._store,

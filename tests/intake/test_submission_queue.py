@@ -375,6 +375,30 @@ async def test_an_evicted_task_that_an_older_checkpoint_contains_is_kept(
     assert later.play() == 4
 
 
+async def test_an_evicted_task_that_a_checkpoint_between_others_contains_is_kept(
+    service: Service,
+) -> None:
+    await submit(service, "a", "b", "c", "d")
+    await service.admit()
+    service.play()
+    await service.train()
+    await service.commit()
+    await submit(service, "e", "f")
+    await service.admit()
+    await service.train()
+    await service.commit()
+    service.play(outcome=Outcome.WALL_TIMEOUT)
+    await submit(service, "g", "h")
+    await service.admit()
+    service.play()
+    await service.train()
+    await service.commit()
+    await service.prune(keep=3)
+    later = await service.restart(passed_over={"step-3"})
+    assert [await later.status(name) for name in "abcdef"] == ["trained"] * 4 + ["running"] * 2
+    assert later.play() == 4
+
+
 ACTIONS = st.lists(
     st.sampled_from(
         ["submit", "admit", "play", "fail", "take", "train", "commit", "cancel", "kill", "prune"]
