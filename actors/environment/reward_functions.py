@@ -177,15 +177,16 @@ class RewardFunction:
     ) -> list[Score]:
         """Call the function once for all answers of a group, and return the answers' scores.
 
-        Each column is passed as a list that repeats the row's value for each answer. The list has
+        Each column is passed as a list that has a copy of its value for each answer. The list has
         two names, the column's and one with an s (`task`, `tasks`), as in the library verifiers.
 
         Raises: the same exceptions as `score`.
         """
         count, columns = len(completions), self._own(columns)
         of_row = {name: value for name, value in columns.items() if name != "prompt"}
-        lists = {f"{name}s": [value] * count for name, value in of_row.items()}
-        lists |= {name: [value] * count for name, value in of_row.items()} | self._row(columns)
+        of_row = {f"{name}s": value for name, value in of_row.items()} | of_row
+        lists = {name: _copies(value, count) for name, value in of_row.items()}
+        lists |= self._row(columns)
         conversations = [_as_conversation(each) for each in completions]
         return await self._score_lists(completions, conversations, lists, columns["prompt"])
 
@@ -198,7 +199,7 @@ class RewardFunction:
     ) -> list[Score]:
         count = len(completions)
         answers = completions if isinstance(prompt, str) else conversations
-        arguments = {**lists, "prompts": [prompt] * count, "completions": list(answers)}
+        arguments = {**lists, "prompts": _copies(prompt, count), "completions": list(answers)}
         found, logs = await self._call(arguments)
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
             what = "one answer" if count == 1 else f"{count} answers"
@@ -218,10 +219,7 @@ class RewardFunction:
         """Return the arguments, copied if the call runs in this process and may change them."""
         if self.instance is not None or workers.is_contained(self.target):
             return arguments
-        return {
-            name: deepcopy(value) if type(value) in (list, dict) else value
-            for name, value in arguments.items()
-        }
+        return {name: _copies(value, 1)[0] for name, value in arguments.items()}
 
     def _row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         return {"columns": dict(columns)} if self.takes_row else {}
@@ -266,18 +264,11 @@ class RewardFunction:
         held = next((each for each in _flat(self.instance, *arguments.values())), None)
         place = workers.pool() if held is None else held.home
         limit_s = rollout_settings.get().reward_limit_s
+        given = {"target": self.target, "instance": self.instance, "arguments": arguments}
+        given |= {"logs": logs, "takes_lists": self.takes_lists}
         try:
             return await place.call(
-                f"{__name__}:_answer_of",
-                {
-                    "target": self.target,
-                    "instance": self.instance,
-                    "arguments": arguments,
-                    "logs": logs,
-                    "takes_lists": self.takes_lists,
-                },
-                limit_s=limit_s,
-                about=self.target,
+                f"{__name__}:_answer_of", given, limit_s=limit_s, about=self.target
             )
         except CallTimedOut as error:
             raise RewardError(
@@ -582,6 +573,11 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
         of_trainer=TRAINER_ARGUMENTS.intersection(named),
         bound=bound_name(function),
     )
+
+
+def _copies(value: Any, count: int) -> list[Any]:
+    """Return a list of copies of a value, because a function may change a list or a dict."""
+    return [deepcopy(value) if type(value) in (list, dict) else value for _ in range(count)]
 
 
 def _as_conversation(text: str) -> list[dict[str, str]]:

@@ -74,6 +74,15 @@ async def test_the_answers_to_a_chat_are_messages_as_in_trl() -> None:
     assert group_rewards.calls[0]["completions"][1] == [{"role": "assistant", "content": "b"}]
 
 
+@pytest.mark.parametrize("inline", [True, False])
+async def test_a_function_may_change_an_answers_columns_and_prompt(inline: bool) -> None:
+    rollout_settings.set(RolloutSettings(inline=inline))
+    data = {"prompt": [{"role": "user", "content": "Name red"}], "words": ["blue", "red"]}
+    found = await scored(["red", "red", "red"], about=task(**data), group_reward=named("consumes"))
+    assert [each.episode_return for each in found] == [1.25] * 3
+    assert data == {"prompt": [{"role": "user", "content": "Name red"}], "words": ["blue", "red"]}
+
+
 async def test_rewards_of_group_functions_are_weighted_and_added_to_other_rewards() -> None:
     weights = {"worlds.parts.group_rewards:places": 2.0, "worlds.parts.group_rewards:longest": 1.0}
     found = await scored(["a", "bb"], reward=named("of_one")[0], group_reward=weights)

@@ -40,6 +40,13 @@ def wrong_column(completions: list[str], log_extra: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def consumes(completions: list[str], prompts: Any, words: Any, wordss: Any, columns: Any) -> Any:
+    """Take a value out of every list that an answer has, as a careless function may."""
+    lists = zip(prompts, words, wordss, strict=True)
+    used = [[each.pop() for each in of_answer] for of_answer in lists]
+    return [float(word == again == columns["words"][-1]) for _, word, again in used]
+
+
 def of_one(completion: str) -> float:
     return float(completion == "b")
 
