@@ -8,11 +8,18 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from worlds.builders.chat_replies import REPLIES, chat_reply, refusal, without_nulls
 from worlds.parts.dialect_sdks import SDKS, USER, ChatSdk, MessagesSdk, ResponsesSdk, Sdk
 from worlds.parts.dialect_server import DialectServer, Late
 
 from service.gateway.chat import RefusalCode
+
+
+class Sum(BaseModel):
+    """The form of an answer that a client asks for."""
+
+    value: int
 
 
 @pytest.fixture(params=SDKS.values(), ids=list(SDKS))
@@ -146,6 +153,22 @@ def test_a_chat_stream_ends_with_usage_only_on_request(
     counted = list(sdk.client.chat.completions.create(**asked, stream_options=usage))
     assert [bool(chunk.usage) for chunk in counted] == [False] * 6 + [True]
     assert counted[-1].choices == []
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@of_only(ChatSdk)
+def test_an_answer_that_the_sdk_has_parsed_can_be_sent_back(
+    sdk: ChatSdk, dialect_server: DialectServer
+) -> None:
+    dialect_server.begin(chat_reply('{"value": 4}'))
+    asked: dict[str, Any] = {"model": "m", "response_format": Sum}
+    # The SDK parses the answer, and the server gets a form that it supports.
+    asked["extra_body"] = {"response_format": {"type": "text"}}
+    found = sdk.client.chat.completions.parse(messages=[USER], **asked).choices[0].message
+    assert found.parsed == Sum(value=4)
+    sdk.client.chat.completions.parse(messages=[USER, found, USER], **asked)
+    assert dialect_server.bodies[-1]["messages"][1]["parsed"] == {"value": 4}
+    assert dialect_server.requests[-1].messages[1].content == '{"value": 4}'
 
 
 @of_only(ResponsesSdk)

@@ -100,7 +100,7 @@ MESSAGE_PARAMETERS: Parameters = {
     "annotations": without_effect("not a part of the text"),
     "cache_control": without_effect(BOOKKEEPING),
     **dict.fromkeys(
-        ("provider_specific_fields", "reasoning_details", "thinking_blocks"),
+        ("parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks"),
         without_effect("a copy that some clients keep"),
     ),
     "token_ids": without_effect("the session has its own copy"),
