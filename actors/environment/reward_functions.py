@@ -43,6 +43,8 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from actors.environment import workers
 from actors.environment.fork_server import WorkerLost, preload
 from actors.environment.protocol import RewardError
@@ -403,7 +405,8 @@ def _flat(*values: Any) -> Iterator[workers.Held]:
 def _plain(value: Any) -> Any:
     """Return an array's or a tensor's only element as Python's own number."""
     try:
-        return value.item() if hasattr(value, "item") else value
+        # A masked number is missing, but its `item` is a number.
+        return value.item() if hasattr(value, "item") and not np.ma.is_masked(value) else value
     except (TypeError, ValueError, RuntimeError):
         # It has several elements.
         return None

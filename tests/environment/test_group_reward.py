@@ -98,6 +98,8 @@ async def test_rewards_of_group_functions_are_weighted_and_added_to_other_reward
         ("too_few", "gave a list of 1 for a list of 2 answers, expected a list of one number each"),
         ("silent", "none of the group functions gave a number"),
         ("wrong_column", "column word has 1 values for 2 answers"),
+        ("masked", "masked gave a MaskedConstant, expected a number"),
+        ("masked_part", "masked_part gave a MaskedArray as lines, expected a number"),
         ("unordered", "gave a set for a list of 2 answers"),
     ],
 )

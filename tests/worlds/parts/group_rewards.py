@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 calls: list[dict[str, Any]] = []
 
 
@@ -29,6 +31,15 @@ def fails(completions: list[str]) -> list[float]:
 
 def too_few(completions: list[str]) -> list[float]:
     return [1.0]
+
+
+def masked(completions: list[str]) -> list[Any]:
+    """Return the mean of the lines that were graded, of which there is none."""
+    return [np.ma.array([0.0, 0.0], mask=True).mean() for _ in completions]
+
+
+def masked_part(completions: list[str]) -> list[Any]:
+    return [{"lines": np.ma.array([1.0], mask=True), "form": 1.0} for _ in completions]
 
 
 def silent(completions: list[str]) -> list[None]:
