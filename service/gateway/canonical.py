@@ -47,24 +47,29 @@ def links_of(
 
     `messages` may be the end of a longer conversation. The other arguments then describe the
     earlier messages.
+    Results with one id answer the calls with this id in the newest reply that has it, in order.
     Args: after: key of the last earlier message. num_calls: number of tool calls in the earlier
     messages. call_before: returns the index of the earlier tool call with a given id (of several,
     the newest), or None if there is no such call.
     """
     key, links = after, []
-    numbers: dict[str, int] = {}
+    # The calls with each id that have no result; the last call of an id stays in its list.
+    unanswered: dict[str, list[int]] = {}
     for message in messages:
         answers = None
         if call_id := message.tool_call_id:
-            answers = numbers.get(call_id)
-            if answers is None and call_before is not None:
+            if same := unanswered.get(call_id):
+                answers = same.pop(0) if len(same) > 1 else same[0]
+            elif call_before is not None:
                 answers = call_before(call_id)
         key = _digest(key, _canonical(message, answers))
         links.append(Link(key, answers))
+        of_reply: dict[str, list[int]] = {}
         for call_id, _, _ in message.call_texts:
             if call_id:
-                numbers[call_id] = num_calls
+                of_reply.setdefault(call_id, []).append(num_calls)
             num_calls += 1
+        unanswered |= of_reply
     return links
 
 

@@ -102,8 +102,17 @@ def test_renaming_the_ids_of_calls_does_not_change_the_key() -> None:
         messages = (result(*answer) for answer in answers)
         return key(user("hi"), says("", call(first, "1"), call(second, "2")), *messages)
 
+    def repeated(*ids: str) -> tuple[Message, ...]:
+        return (says("", *(call("a", text) for text in "12")), *(result(each, "r") for each in ids))
+
     assert of_results("a", "b") == of_results("b", "a") == of_results("toolu_1", "toolu-1")
     assert of_results("a", "b") != of_results("a", "b", swapped=True)
+    # Results with one id answer the calls with this id in order; a further one, the last of them.
+    assert of_results("a", "b") == of_results("a", "a")
+    assert [link.answers for link in links_of(repeated("a", "a", "a"))] == [None, 0, 1, 1]
+    # A later reply may use the id again, even if an earlier call has no result.
+    again = (*repeated("a", "a")[:2], *repeated("a", "a"))
+    assert [link.answers for link in links_of(again)] == [None, 0, None, 2, 3]
     # The id of a result without a call counts, and the name of the tool does not.
     assert chat("a", "b", "x") != chat("a", "b", "y")
     named = Message(role=Role.TOOL, content="4", name="calculator", tool_call_id="a")

@@ -58,6 +58,7 @@ def test_a_template_that_strips_earlier_thoughts_does_not_begin_a_branch() -> No
         pytest.param({"content": "say\n"}, id="content with a line break"),
         pytest.param({"ids": ("x", "y")}, id="ids renamed"),
         pytest.param({"ids": ("abcdefgh2", "abcdefgh1")}, id="ids swapped"),
+        pytest.param({"ids": ("calculator", "calculator")}, id="ids equal"),
         pytest.param({"rekeyed": True}, id="arguments reordered"),
     ],
 )
