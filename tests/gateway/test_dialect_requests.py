@@ -165,6 +165,7 @@ CHAT = Words(
         "metadata": {"a": "b"}, "user": "u", "store": True, "parallel_tool_calls": False,
         "reasoning_effort": "high", "functions": None, "stream": False, "tool_choice": "auto",
         "modalities": ["text"], "anything_unknown": None, "max_completion_tokens": 5,
+        "function_call": "auto", "stream_options": {"continuous_usage_stats": False},
     },
     conversation={"messages": [
         {"role": "developer", "content": [{"type": "text", "text": "a"}]},
@@ -183,7 +184,9 @@ CHAT = Words(
         ("n", {"n": 2}),
         ("n", {"n": True}),
         ("functions", {"functions": [{}]}),
-        ("function_call", {"function_call": "auto"}),
+        ("function_call", {"function_call": {"name": "look_up"}}),
+        ("stream_options.continuous_usage_stats",
+         {"stream_options": {"continuous_usage_stats": True}}),
         ("audio", {"audio": {}}),
         ("modalities", {"modalities": ["text", "audio"]}),
         ("prediction", {"prediction": {}}),
@@ -348,6 +351,8 @@ def unsupported(words: Words) -> list[Case]:
         ("logprobs", {"logprobs": True}),
         ("top_logprobs", {"top_logprobs": 3}),
         ("presence_penalty", {"presence_penalty": 0.5}),
+        ("min_tokens", {"min_tokens": 1}),
+        ("ignore_eos", {"ignore_eos": True}),
         ("guided_json", {"guided_json": {}}),
         ("tools[0].type", {"tools": [words.foreign_tool]}),
         *(("tool_choice", {"tool_choice": forced}) for forced in words.forced),
@@ -374,7 +379,10 @@ def invalid(words: Words) -> list[Case]:
         (f"{turns}[0]", {turns: ["Hello"]}),
         *((f"{turns}[0].role", {turns: [{**role, "content": ""}]}) for role in roles),
         *((f"{turns}[0].content", {turns: [user(wrong)]}) for wrong in (3, "\udfff")),
-        *((words.limit, {words.limit: wrong}) for wrong in (0, -1, True, False, 1.0, "9")),
+        *(
+            (words.limit, {words.limit: wrong})
+            for wrong in (0, -1, True, False, 1.5, float("inf"), float("nan"), "9")
+        ),
         ("stream", {"stream": "yes"}),
         ("tool_choice", {"tool_choice": 3}),
         ("tools", {"tools": {}}),
@@ -395,7 +403,13 @@ def test_a_conversation_becomes_messages_in_their_order(words: Words) -> None:
 @every_dialect
 def test_parameters_without_an_effect_are_accepted(words: Words) -> None:
     """Check parameters of sampling, which the run decides, and of billing, storage and caching."""
-    body = words.body({"tools": [words.tool], words.limit: 7, **words.harmless})
+    # Clients of vLLM send these values, some of them always.
+    neutral = {
+        "best_of": 1, "min_tokens": 0, "ignore_eos": False, "length_penalty": 1.0,
+        "repetition_penalty": 1.0, "stop_token_ids": [], "skip_special_tokens": True,
+        "include_stop_str_in_output": False, "use_beam_search": False,
+    }  # fmt: skip
+    body = words.body({"tools": [words.tool], words.limit: 7.0, **neutral, **words.harmless})
     request, style = words.dialect.read(body, {"Anthropic-Version": "2023-06-01"})
     assert (request.tools, len(request.messages), style.streams) == ((LOOK_UP,), 1, False)
     # `max_completion_tokens` is read instead of `max_tokens`.

@@ -163,6 +163,7 @@ UNCONSTRAINED = "sampling cannot be constrained; ask for the form in a message"
 OWN_PROBABILITIES = (
     "tokens are sampled with the policy's own probabilities; send the request without this"
 )
+OWN_SAMPLING = "the run decides how a turn is sampled and read; send the request without this"
 SHOWN_TOKENS = "create the session with shows_tokens"
 OWN_TEMPLATE = "the run trains with its own chat template"
 OWN_TURNS = "the policy begins its own turns"
@@ -177,6 +178,21 @@ STOP = taken(
     "Reasoning and calls are not searched for them"
 )
 
+# Parameters of vLLM that some clients always send, with the values that change nothing.
+_NEUTRAL: Mapping[str, object] = {
+    "best_of": 1,
+    "use_beam_search": False,
+    "length_penalty": 1,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "stop_token_ids": [],
+    "bad_words": [],
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_reasoning": True,
+    "priority": 0,
+}
 COMMON: Parameters = {
     "model": MODEL,
     "stream": STREAM,
@@ -187,6 +203,7 @@ COMMON: Parameters = {
     "presence_penalty": ignorable(OWN_PROBABILITIES, 0),
     "frequency_penalty": ignorable(OWN_PROBABILITIES, 0),
     "repetition_penalty": ignorable(OWN_PROBABILITIES, 1),
+    **{name: ignorable(OWN_SAMPLING, neutral) for name, neutral in _NEUTRAL.items()},
     **dict.fromkeys(
         ("metadata", "user", "store", "service_tier", "safety_identifier", "cache_control"),
         without_effect(BOOKKEEPING),

@@ -76,7 +76,7 @@ PARAMETERS: Parameters = {
     "response_format": ignorable(UNCONSTRAINED, {"type": "text"}),
     "stop": STOP,
     "functions": refused("use `tools`", []),
-    "function_call": refused("use `tools`"),
+    "function_call": refused("use `tools`", "none", "auto"),
     "modalities": refused(ONLY_TEXT, ["text"]),
     "audio": refused(ONLY_TEXT),
     "prediction": ignorable("the policy samples every token itself"),
@@ -110,6 +110,7 @@ MESSAGE_PARAMETERS: Parameters = {
 _STREAM_OPTIONS: Parameters = {
     "include_usage": taken("the last event has the counts of tokens"),
     "include_obfuscation": without_effect("nothing is padded"),
+    "continuous_usage_stats": ignorable("only the last event has the counts of tokens", False),
 }
 _ROLES = {**{role.value: role for role in Role}, "developer": Role.SYSTEM}
 _FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}

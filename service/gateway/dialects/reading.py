@@ -224,11 +224,12 @@ def read_limit(value: object, where: str) -> int | None:
     """Read the maximum number of tokens to sample; None: the client sets no maximum."""
     if value is None:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isinstance(value, int) or value < 1:
-        got = printable(repr(value)) if is_number else kind(value)
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    # Some clients send 1024.0.
+    if number is None or number % 1 or number < 1:
+        got = kind(value) if number is None else printable(repr(value))
         raise invalid(where, f"got {got}, expected a whole number, at least 1")
-    return value
+    return int(number)
 
 
 def read_content(value: object, where: str, *, texts: Collection[str]) -> str:
