@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -275,7 +275,7 @@ class ChatRenderer:
             whole = self.first_prompt((*history, *new_messages), tools)
             return Extension(prompt_token_ids=whole, break_reason=delta)
         token_ids, num_closing, text = delta
-        num_sampled = _overlap(sampled, token_ids[:num_closing])
+        num_sampled = _overlap(sampled, token_ids[:num_closing], self._end_ids)
         num_inserted = num_closing - num_sampled
         if history and not self._ends_with(text, history, new_messages, tools):
             try:
@@ -573,16 +573,19 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _overlap(sampled: TokenIds, closing: TokenIds) -> int:
-    """Return how many tokens at the end of `sampled` are also the first tokens of `closing`."""
-    if not closing.shape[0]:
-        return 0
-    end: list[int] = sampled[-closing.shape[0] :].tolist()
-    start: list[int] = closing[: len(end)].tolist()
+def _overlap(sampled: TokenIds, closing: TokenIds, end_ids: Set[int | None]) -> int:
+    """Return how many of the first tokens of `closing` are not needed after a reply.
+
+    These are the tokens with which the reply ends. If the template writes white space before the
+    end token of the reply, they are all tokens of `closing` up to its first end token.
+    """
+    start: list[int] = closing.tolist()
+    end: list[int] = sampled[max(0, len(sampled) - len(start)) :].tolist()
     for length in range(len(end), 0, -1):
         if end[-length:] == start[:length]:
             return length
-    return 0
+    first_end = [token for token in start if token in end_ids][:1]
+    return start.index(first_end[0]) + 1 if first_end and first_end == end[-1:] else 0
 
 
 def _extends(whole: TokenIds, previous: TokenIds, sampled: TokenIds) -> bool:

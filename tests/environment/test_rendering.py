@@ -147,6 +147,33 @@ def test_a_template_that_leaves_the_last_reply_open_gets_no_second_end_token() -
         assert extension.num_inserted == num_inserted
 
 
+@pytest.mark.parametrize("space", [" ", "\n", " \n"])
+def test_a_template_with_white_space_before_the_end_gets_no_second_end_token(space: str) -> None:
+    template = PLAIN.replace("<|im_end|>", f"{{{{ {space!r} }}}}<|im_end|>")
+    renderer = ChatRenderer(_tokenizer(template))
+    prompt = renderer.first_prompt([_user("hi")], ())
+    closing = len(_ids(f"{space}<|im_end|>\n"))
+    for sampled, end, count in (("4<|im_end|>", "\n", 1), ("4", f"{space}<|im_end|>\n", closing)):
+        history = [_user("hi"), _reply("4")]
+        extension = renderer.extend(
+            prompt, _ids(sampled), history=history, new_messages=[_user("x")], tools=()
+        )
+        tail = f"<|im_start|>user\nx{space}<|im_end|>\n<|im_start|>assistant\n"
+        expected = np.concatenate((_ids(sampled), _ids(end + tail)))
+        np.testing.assert_array_equal(extension.prompt_token_ids[len(prompt) :], expected)
+        assert extension.num_inserted == count
+
+
+def test_another_end_token_of_a_reply_does_not_replace_the_end_of_the_template() -> None:
+    renderer = ChatRenderer(_tokenizer(), stop_token_ids=_ids("\n").tolist())
+    prompt = renderer.first_prompt([_user("hi")], ())
+    extension = renderer.extend(
+        prompt, _ids("4\n"), history=[], new_messages=[_user("x")], tools=()
+    )
+    tail = _ids("4\n<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n")
+    np.testing.assert_array_equal(extension.prompt_token_ids[len(prompt) :], tail)
+
+
 def test_nothing_is_inserted_after_a_reply_that_includes_the_newline() -> None:
     renderer = ChatRenderer(_tokenizer())
     prompt = renderer.first_prompt([_user("hi")], ())
