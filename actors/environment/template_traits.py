@@ -21,10 +21,11 @@ from actors.environment.rendering import ChatRenderer
 from actors.environment.shown_text import count_unchanged
 from actors.environment.tool_calls import OPEN, parse_tool_calls, visible_text
 
-# White space as a reply has it, or as JSON writes it in a string.
-_SPACE = r"(?:\s|\\[nrt])*"
+# White space as a reply has it, or as JSON writes it in a string. Repetitions are possessive (`*+`)
+# so that the time of a search grows only linearly with a reply's length.
+_SPACE = r"(?:\s|\\[nrt])*+"
 _TAGGED = r"[{\[]|<(?!/)"
-_NAMED = r"[^\s<{]+\s*\{"
+_NAMED = r"[^\s<{]++\s*+\{"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +87,14 @@ def _json_list(text: str, position: int) -> tuple[int, int]:
     return (len(value), end) if isinstance(value, list) else (0, position)
 
 
-_functions = partial(CallForm, call_start="<function=", body=_TAGGED, call_body=r"[^\s<>]+>")
+_functions = partial(CallForm, call_start="<function=", body=_TAGGED, call_body=r"[^\s<>]++>")
 _DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _deepseek = partial(
     CallForm,
     start=_DEEPSEEK,
     call_start="<\uff5ctool\u2581call\u2581begin\uff5c>",
     body=_TAGGED,
-    call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\uff5ctool\u2581sep\uff5c>)",
+    call_body=rf"\s*+(?:{_NAMED}|[^\s<{{]++\s*+<\uff5ctool\u2581sep\uff5c>)",
 )
 USUAL = CallForm(parser="hermes", start=OPEN, signs=(OPEN,))
 # The first form whose signs are all present is taken, so a special case precedes its general form.
@@ -103,7 +104,7 @@ CALL_FORMS = (
         start="<minimax:tool_call>",
         call_start="<invoke",
         body=_TAGGED,
-        call_body=r"\s+[^\s<>]+(?:>|\s*<parameter)",
+        call_body=r"\s++[^\s<>]++(?:>|\s*+<parameter)",
         signs=("<minimax:tool_call>",),
     ),
     _functions(parser="seed_oss", start="<seed:tool_call>", signs=("<seed:tool_call>",)),
@@ -111,14 +112,14 @@ CALL_FORMS = (
     CallForm(
         parser="glm47",
         start=OPEN,
-        body=rf"[{{\[]|(?:[^\s<]+{_SPACE})?<arg_key>|[^\s<]+{_SPACE}</tool_call>",
+        body=rf"[{{\[]|<arg_key>|[^\s<\\]++{_SPACE}(?:<arg_key>|</tool_call>)",
         signs=(OPEN, "<arg_key>"),
     ),
     USUAL,
     CallForm(
         parser="mistral",
         start="[TOOL_CALLS]",
-        body=r"[{\[]|[^\s\[{]+\s*(?:\[ARGS\]|\{)",
+        body=r"[{\[]|[^\s\[{]++\s*+(?:\[ARGS\]|\{)",
         signs=("[TOOL_CALLS]",),
         has_json_list=True,
     ),
@@ -127,7 +128,7 @@ CALL_FORMS = (
         start="<|tool_calls_section_begin|>",
         call_start="<|tool_call_begin|>",
         body=_TAGGED,
-        call_body=rf"\s*(?:{_NAMED}|[^\s<{{]+\s*<\|tool_call_argument_begin\|>)",
+        call_body=rf"\s*+(?:{_NAMED}|[^\s<{{]++\s*+<\|tool_call_argument_begin\|>)",
         signs=("<|tool_calls_section_begin|>",),
     ),
     _deepseek(parser="deepseek_v3", signs=(_DEEPSEEK, "```json")),
@@ -156,14 +157,14 @@ CALL_FORMS = (
     CallForm(
         parser="olmo3",
         start="<function_calls>",
-        body=r"[\w.]+\s*\(",
+        body=r"[\w.]++\s*+\(",
         signs=("<function_calls>",),
         is_single_list=True,
     ),
     CallForm(
         parser="llama3_json",
         start="<|python_tag|>",
-        body=r"\{|[\w.]+\s*\(",
+        body=r"\{|[\w.]++\s*+\(",
         signs=('{"name": function name, "parameters": ',),
     ),
     CallForm(parser="pythonic", start=None, signs=("[func_name1(params_name1=params_value1",)),

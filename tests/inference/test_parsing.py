@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from worlds.models.written_calls import WRITTEN, Written
 from actors.environment.builtin.calculator import CALCULATOR
 from actors.environment.policy import ParsedCall, ParsedReply
 from actors.environment.protocol import MalformedCall, ToolCall, ToolSchema
-from actors.environment.template_traits import CALL_FORMS, form_of
+from actors.environment.template_traits import CALL_FORMS, CallForm, form_of
 from actors.environment.tool_calls import check_calls, parse_tool_calls
 from actors.types import Dtype
 from service.config.preflight import registered_parsers
@@ -232,6 +233,27 @@ def test_a_list_after_a_start_in_an_argument_begins_no_calls(parser: str) -> Non
     city = f'see {written.start}["a", "b"] here'
     text = written.reply(written.weather(city))
     assert form is not None and not form.has_unread(text, [json.dumps({"city": city})])
+
+
+def seconds_of_search(form: CallForm, text: str) -> float:
+    """Return the CPU time of a search for calls in a text, as a reply and as an argument."""
+    begun = time.process_time()
+    form.has_unread(text, ["{}", text])
+    return time.process_time() - begun
+
+
+@pytest.mark.parametrize(
+    "form", [each for each in CALL_FORMS if each.start], ids=lambda form: form.parser
+)
+def test_the_time_of_a_search_for_calls_grows_with_the_length_of_the_reply(form: CallForm) -> None:
+    """Check it because one long reply would otherwise hold up all replies of its engine."""
+    starts = {form.start or "", form.call_start or form.start or ""}
+    ends = ("", "\\n", " x", "x ", "x\\n", "{", "[1,", "<")
+    for lead in (*starts, *(f"{each}x" for each in starts)):
+        for piece in ("\\n", "\n", "x", *(start + end for start in starts for end in ends)):
+            short, long = (seconds_of_search(form, lead + piece * n) for n in (250, 1000))
+            # A cubic search would take 64 times as long.
+            assert long < 12 * max(short, 0.02), (lead, piece)
 
 
 def test_every_form_of_calls_that_a_start_begins_is_written() -> None:
