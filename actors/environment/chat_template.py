@@ -161,18 +161,16 @@ class ChatTemplate:
         Names of assistant messages are not checked, because the policy's own replies have no names.
         Args: history: the chat before `messages`; empty, or it ends with the policy's reply.
         Raises: RenderError if `check_results` raises it; and if two user messages, or two system
-            messages, have different names that the template does not show. A message without a
-            name counts as named after its role.
+            messages, have different names that the template does not show.
         """
         for role, no_names in _ROLE_NAMES.items():
             given = [each.name or "" for each in (*history, *messages) if each.role is role]
-            names = {name.casefold(): name for name in given}
-            named = [name for folded, name in names.items() if folded not in no_names]
-            if named and len(names) > 1 and not self.shows_author(role):
+            names = {each.casefold(): each for each in given if each.casefold() not in no_names}
+            if len(names) > 1 and not self.shows_author(role):
+                shown = " and ".join(repr(name[:_SHOWN_ID]) for name in [*names.values()][:2])
                 raise RenderError(
-                    f"got the name {named[0][:_SHOWN_ID]!r} of a message of role {role}, and "
-                    "another name or none in another such message, but the chat template does not "
-                    "show who speaks; write the names into content, or remove them"
+                    f"got the names {shown} of messages of role {role}, but the chat template does "
+                    "not show who speaks; write the names into content, or remove them"
                 )
         reply = history[-1] if history else None
         calls = reply.call_texts if reply else ()

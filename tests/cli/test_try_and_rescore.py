@@ -356,4 +356,4 @@ def test_a_prompt_whose_name_the_template_does_not_show_is_not_played(
     row = {"task_id": "named", "prompt": prompt, "answer": "3"}
     Path("rows.jsonl").write_text(json.dumps(row) + "\n")
     assert run_try(TryRequest(config=config_of(), num_tasks=1, answer="answer")) == 1
-    assert "cannot render the prompt: got the name 'Ada'" in capsys.readouterr().out
+    assert "cannot render the prompt: got the names 'Ada' and 'Bob'" in capsys.readouterr().out

@@ -193,10 +193,14 @@ ASKED = {"role": "user", "content": "higher"}
         ),
         ([{"role": "user", "content": "6", "tool_calls": [{"function": {"name": "a"}}]}], "role"),
         ([ASKED, {"role": "user", "content": None}, CHAT[2]], r"messages\[1\]: .* user is null"),
-        ([ASKED | {"name": "Ada"}, ASKED, CHAT[2]], "the name 'Ada' of a message of role user"),
-        ([ASKED | {"name": "User"}, ASKED | {"name": "Ada"}, CHAT[2]], "got the name 'Ada'"),
-        ([ASKED | {"name": "Ada"}, CHAT[2], ASKED | {"name": "Bob"}, CHAT[4]], "the name 'Ada'"),
-        ([CHAT[0] | {"name": "Ada"}, *CHAT], "'Ada' of a message of role system"),
+        (
+            [ASKED | {"name": "Ada"}, CHAT[2], ASKED | {"name": "Bob"}, CHAT[4]],
+            "the names 'Ada' and 'Bob' of messages of role user",
+        ),
+        (
+            [CHAT[0] | {"name": "Ada"}, CHAT[0] | {"name": "Bob"}, *CHAT],
+            "'Ada' and 'Bob' of messages of role system",
+        ),
     ],
 )
 def test_a_chat_that_cannot_be_trained_as_written_is_refused(
@@ -340,8 +344,8 @@ def test_hidden_names_of_one_speaker_for_each_role_are_accepted() -> None:
     other_case = named[3] | {"name": "human"}
     for chat in (named, [developer, *named[1:3], other_case, named[4]]):
         assert trained(build_tokenizer(), chat) == trained(build_tokenizer(), CHAT)
-    # These names are the role's, as if the messages had none.
-    users = [ASKED, ASKED | {"name": "User"}, CHAT[2]]
+    # Messages without a name, or with that of the role, say nothing about who speaks.
+    users = [ASKED, ASKED | {"name": "User"}, ASKED | {"name": "Ada"}, CHAT[2]]
     assert trained(build_tokenizer(), users)
     systems = [CHAT[0], CHAT[0] | {"name": "System"}, developer, *CHAT[1:]]
     assert trained(build_tokenizer(), systems)

@@ -377,14 +377,22 @@ def test_a_flag_that_is_not_a_boolean_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["reset", "step"])
 async def test_a_second_name_that_the_template_hides_is_an_environment_error(method: str) -> None:
-    named = Message(role=Role.USER, content="guess", name="Ada")
-    environment = FakeEnvironment(StepResult(messages=(named,)), DONE)
-    if method == "reset":
-        seen = Observation(messages=(*HELLO.messages, named))
-        environment = FakeEnvironment(DONE, on_reset=returning(seen))
+    ada, bob = (Message(role=Role.USER, content="guess", name=name) for name in ("Ada", "Bob"))
+    begun = Observation(messages=(ada, bob) if method == "reset" else (ada,))
+    environment = FakeEnvironment(StepResult(messages=(bob,)), DONE, on_reset=returning(begun))
     trajectory = await play(environment)
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
-    assert trajectory.detail.startswith(f"{method}: RenderError: got the name 'Ada' of a message")
+    assert trajectory.detail.startswith(f"{method}: RenderError: got the names 'Ada' and 'Bob' of")
+
+
+@pytest.mark.parametrize("names", [("Ada", None), (None, "Ada"), ("Ada", "Ada")])
+async def test_one_name_of_a_user_is_no_error_if_other_messages_have_none(
+    names: tuple[str | None, str | None],
+) -> None:
+    first, second = (Message(role=Role.USER, content="guess", name=name) for name in names)
+    begun = Observation(messages=(first,))
+    environment = FakeEnvironment(StepResult(messages=(second,)), DONE, on_reset=returning(begun))
+    assert (await play(environment)).outcome is Outcome.COMPLETED
 
 
 async def test_an_environment_gets_an_integer_and_the_chat_keeps_what_the_policy_wrote() -> None:
