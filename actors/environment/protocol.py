@@ -352,7 +352,7 @@ class StepResult:
     """
 
     messages: tuple[Message, ...] = ()
-    """The new messages, each of role user or tool. The chat already has the policy's reply."""
+    """The new messages, none of role assistant. The chat already has the policy's reply."""
     reward: float = 0.0
     """The reward of this turn."""
     reward_components: Mapping[str, float] = field(default_factory=dict)
@@ -523,10 +523,9 @@ def _check_messages(messages: tuple[Message, ...]) -> None:
 
 def _check_new_messages(messages: tuple[Message, ...]) -> None:
     for message in messages:
-        if message.role not in (Role.USER, Role.TOOL):
-            remedy = "make it role user, or " if message.role is Role.SYSTEM else ""
+        if message.role is Role.ASSISTANT:
             raise ValueError(
-                f"step result: messages: got a message of role '{message.role}', expected only new "
-                f"messages of role user or tool; {remedy}"
-                "leave out the earlier messages and the policy's reply, which the chat already has"
+                "step result: messages: got a message of role 'assistant', expected only new "
+                "messages of role user, tool or system; leave out the earlier messages and the "
+                "policy's reply, which the chat already has"
             )

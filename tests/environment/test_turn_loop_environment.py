@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ from worlds.builders.episode_builders import (
     returning,
     tokenizer,
 )
+from worlds.models.chatml import chatml_tokenizer
 
 from actors.environment.protocol import (
     Action,
@@ -210,7 +212,7 @@ async def test_an_environment_that_changes_arguments_in_place_does_not_change_th
         async def step(self, action: Action) -> StepResult:
             [call] = action.calls
             assert isinstance(call, ToolCall) and isinstance(call.arguments, dict)
-            given.append(call.arguments.pop("where")["city"])
+            given.append(call.arguments.pop("where").pop("city"))
             call.arguments["day"] = date.fromisoformat(call.arguments["day"])
             return await super().step(action)
 
@@ -383,6 +385,38 @@ async def test_a_second_name_that_the_template_hides_is_an_environment_error(met
     trajectory = await play(environment)
     assert trajectory.outcome is Outcome.ENVIRONMENT_ERROR
     assert trajectory.detail.startswith(f"{method}: RenderError: got the names 'Ada' and 'Bob' of")
+
+
+_REFUSES = "{% if loop.index0 %}{{ raise_exception('system must be first') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("system", "problem"),
+    [(None, ""), (_REFUSES, "system must be first"), (" ", "it does not show .* system")],
+)
+async def test_the_template_decides_about_a_system_message_of_step(
+    system: str | None, problem: str
+) -> None:
+    model = chatml_tokenizer()
+    if system is not None:
+        model.chat_template = (
+            f"{{% for m in messages %}}{{% if m.role == 'system' %}}{system}{{% else %}}"
+            "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        )
+    hint = Message(role=Role.SYSTEM, content="Be brief.")
+    policy = FakePolicy()
+    trajectory = await play(
+        FakeEnvironment(StepResult(messages=(hint, *GO_ON.messages)), DONE),
+        policy,
+        chat=ChatRenderer(model),
+    )
+    if not problem:
+        assert trajectory.outcome is Outcome.COMPLETED
+        assert "Be brief." in renderer().decode(policy.requests[-1].prompt_token_ids)
+    else:
+        assert trajectory.outcome is Outcome.AGENT_ERROR
+        assert re.search(problem, trajectory.detail)
 
 
 @pytest.mark.parametrize("names", [("Ada", None), (None, "Ada"), ("Ada", "Ada")])
