@@ -182,7 +182,7 @@ class ChatTemplate:
         """Check that the policy can see which call each result answers.
 
         If the template shows no ids, the policy takes the first result as the answer to the first
-        call, and so on. A single result for a single call may have any id.
+        call, and so on. If no result has the id of a call, as many results as calls are taken so.
         Args: calls: id and name of each call in the message before `messages`.
         Raises: RenderError if a call has no result, and the policy could take another result for
             the missing one.
@@ -193,8 +193,6 @@ class ChatTemplate:
             strays = [each.tool_call_id for each in rest if each.role is Role.TOOL]
             later = [n for n in sorted(results) if missing and n > missing[0]]
             if not missing or not (later or strays) or self._tells_apart(known):
-                continue
-            if len(known) == len(strays) == 1:
                 continue
             name = known[missing[0]][1]
             misread = (
@@ -407,19 +405,23 @@ def _answers(
 
 
 def _paired(
-    calls: _Calls, answer: Iterable[Message]
+    calls: _Calls, answer: Sequence[Message]
 ) -> tuple[dict[int, Message], tuple[Message, ...]]:
     """Find the result of each call among the messages that follow the calls.
 
     A result with an id answers the call with this id; if several calls have the id, the first of
-    them that has no result. A result without an id answers the first call that has no result. If no
-    call has an id, the ids of the results are ignored.
+    them that has no result. A result without an id answers the first call that has no result. The
+    ids of the results are ignored if no call has an id, or if there are as many results as calls
+    and no result has the id of a call.
     Returns: the result of each call, by the call's index; and all other messages, in order.
     """
     indices: dict[str, list[int]] = {}
     for index, (call_id, _) in enumerate(calls):
         if call_id:
             indices.setdefault(call_id, []).append(index)
+    answered = [each.tool_call_id or "" for each in answer if each.role is Role.TOOL]
+    if len(answered) == len(calls) and indices.keys().isdisjoint(answered):
+        indices = {}
     results: dict[int, Message] = {}
     rest = []
     for message in answer:

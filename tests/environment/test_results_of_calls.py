@@ -53,6 +53,7 @@ def test_results_are_put_directly_after_their_calls_in_call_order() -> None:
         ([other, first], [first, other]),
         ([second, second, first], [first, second, second]),
         ([nameless, first], [first, nameless]),
+        ([other, user("and"), other, other], [other, other, other, user("and")]),
     ):
         assert in_call_order(sent, calls) == tuple(shown)
         # The results answer the given calls, not those of a later reply.
@@ -78,14 +79,17 @@ def test_a_result_that_looks_like_that_of_another_call_is_refused(family: Family
     ):
         check([user("hi"), said, *kept, user("and?")])
         check(kept, [(call.id, call.name) for call in CALLS[:2]])
-    # The only result of the only call may have another id.
+    # As many results as calls may all have other ids.
     check([user("hi"), reply("", CALLS[0]), stray])
+    check([user("hi"), said, stray, replace(stray, tool_call_id="unknown01"), user("and?")])
     # A result before all calls belongs to a history whose beginning the client removed.
     check([stray, user("hi")])
     for misread, name in (
         ([second], r"no result for call 1 \(calculator\) .* one for call 2 \(weather\)"),
         ([stray], r"no result for call 1 \(calculator\) .* one for id 'unknown00'"),
         ([first, first], r"no result for call 2 \(weather\) .* one for id 'abcdefgh1'"),
+        ([first, stray], r"no result for call 2 \(weather\) .* one for id 'unknown00'"),
+        ([stray] * 3, r"no result for call 1 \(calculator\) .* one for id 'unknown00'"),
     ):
         if family.name == "qwen3":
             with pytest.raises(RenderError, match=f"{name}.*; send one result for each call"):
@@ -104,14 +108,23 @@ def test_a_result_that_looks_like_that_of_another_call_is_refused(family: Family
             check([user("hi"), alike, second])
 
 
-@pytest.mark.parametrize("sent", ["in order", "reversed", "none", "second", "stray", "first chat"])
+@pytest.mark.parametrize(
+    "sent", ["in order", "reversed", "renamed", "none", "second", "stray", "first chat"]
+)
 async def test_results_of_an_environment_for_the_wrong_calls_are_an_error(sent: str) -> None:
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'
     # The fake policy gives these ids to the calls of a reply.
     calls = [ToolCall(id=f"call-{n}", name="calculator", arguments={}) for n in (0, 1)]
     first, second = (result(*pair) for pair in zip(calls, ("one", "two"), strict=True))
     stray = replace(second, tool_call_id="unknown")
-    results = {"reversed": [second, first], "none": [], "second": [second], "stray": [stray]}
+    renamed = [replace(first, tool_call_id="other"), stray]
+    results = {
+        "reversed": [second, first],
+        "renamed": renamed,
+        "none": [],
+        "second": [second],
+        "stray": [stray],
+    }
     begun = [*HELLO.messages, *([reply("", *calls), second] if sent == "first chat" else [])]
     environment = FakeEnvironment(
         StepResult(messages=(*results.get(sent, [first, second]), user("and?"))),
@@ -120,7 +133,7 @@ async def test_results_of_an_environment_for_the_wrong_calls_are_an_error(sent: 
     )
     policy = FakePolicy(sampled(f"{call}\n{call}<|im_end|>"), sampled())
     trajectory = await play(environment, policy, max_context_tokens=4000)
-    if sent in ("in order", "reversed", "none"):
+    if sent in ("in order", "reversed", "renamed", "none"):
         assert trajectory.outcome is Outcome.COMPLETED
         shown = renderer().decode(policy.requests[-1].prompt_token_ids)
         assert ("one" in shown) is ("two" in shown) is (sent != "none")
@@ -164,6 +177,8 @@ def test_a_chat_with_a_result_that_would_be_read_as_that_of_another_call_is_refu
     asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]
     answer = {"role": "assistant", "content": "It is 8."}
     assert encoder.samples({"messages": [*asked, second, first, answer]}, "chat")
+    others = [result | {"tool_call_id": f"stranger{n}"} for n, result in enumerate((first, second))]
+    assert encoder.samples({"messages": [*asked, *others, answer]}, "chat")
     # The results after the last trained reply are not read by the policy.
     assert encoder.samples({"messages": [*asked, second]}, "chat")
     row = {"messages": [*asked, second, answer]}
