@@ -306,11 +306,15 @@ def read_chats(
 
 
 def _message(row: Mapping[str, Any], number: int) -> Message:
+    # A reply with weight 0 is not trained, whatever its other fields say.
+    is_trained = row["role"] == Role.ASSISTANT and row.get("weight") != 0
     for name, value in row.items():
-        if row["role"] == Role.ASSISTANT and _is_left_out(name, value):
+        if is_trained and _is_left_out(name, value):
+            reason = ", because libraries read mask in both ways" if name.lower() == "mask" else ""
             raise BadChat(
                 f"messages[{number}]: got the field {name}, expected weight, which is 0 for a "
-                f"reply that is context only; write weight, and remove {name} from all messages"
+                f"reply that is context only{reason}; write weight, and remove {name} from all "
+                "messages"
             )
     try:
         return chat_message(row)

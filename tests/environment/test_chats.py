@@ -305,8 +305,14 @@ def test_a_reply_that_another_field_than_weight_leaves_out_is_refused(
 ) -> None:
     """Other libraries mark untrained replies by such a field."""
     marked = [each | {name: value} if each["content"] == "6" else each for each in CHAT]
-    with pytest.raises(BadTaskFile, match=rf"row 2: messages\[2\]: .* {name}, expected weight"):
+    with pytest.raises(
+        BadTaskFile, match=rf"row 2: messages\[2\]: .* {name}, expected weight"
+    ) as got:
         read(tmp_path, [GOOD, {"messages": marked}])
+    assert ("libraries read mask in both ways" in str(got.value)) is (name == "mask")
+    # A weight of 0 says the same.
+    weights = [each | {"weight": 0} if each["content"] == "6" else each for each in marked]
+    assert read(tmp_path, [{"messages": weights}])
     # Arrow gives all messages of a column the same fields.
     assert read(tmp_path, [{"messages": [each | {name: None} for each in CHAT]}])
     others = [each | {name: value} if each["role"] != "assistant" else each for each in CHAT]
