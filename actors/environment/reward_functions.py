@@ -162,7 +162,8 @@ class RewardFunction:
         Raises: RewardError if the function's answer is not a score; any exception that the function
             raises.
         """
-        ours, columns = self._own(extras or {}), self._own(columns)
+        taken = {n: v for n, v in (extras or {}).items() if self.takes_lists or self._takes(n)}
+        ours, columns = self._own(taken), self._own(columns)
         if not self.takes_lists:
             arguments = {**columns, **ours, **self._row(columns), "completion": completion}
             found, logs = await self._call(arguments)

@@ -33,6 +33,7 @@ from actors.environment.protocol import (
     ToolCall,
 )
 from actors.environment.registry import BadEnvironmentOptions, resolve
+from actors.environment.reward_functions import load_functions
 from actors.options import read
 from actors.types import Task
 
@@ -516,6 +517,15 @@ async def test_a_failing_reward_function_is_a_reward_error() -> None:
     await environment.reset(task())
     with pytest.raises(RewardError, match="by_environments raised AttributeError"):
         await environment.step(Action(text="Done."))
+
+
+async def test_a_function_that_does_not_take_the_messages_costs_no_copy_of_them() -> None:
+    messages = [{"content": (each for each in "")}]  # a generator cannot be copied
+    [reads], [ignores] = map(load_functions, named("by_messages", "by_environment"))
+    extras = {"environment": Counter(), "messages": messages}
+    assert (await ignores.score("Done.", {}, extras=extras)).value == 0.0
+    with pytest.raises(TypeError, match="cannot pickle"):
+        await reads.score("Done.", {}, extras=extras)
 
 
 @pytest.mark.parametrize("tools", ["Vault", "make_vault"])
