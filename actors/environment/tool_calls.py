@@ -240,16 +240,38 @@ def with_integers(
 
 
 def _with_integers(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: int(value) if _is_whole(value) and _needs_integer(key, schema) else value
-        for key, value in arguments.items()
-    }
+    found = dict(arguments)
+    for key in found:
+        for declared in _schemas_of(key, schema):
+            found[key] = _as_integer(found[key], declared)
+    return found
 
 
-def _needs_integer(key: str, schema: Mapping[str, Any]) -> bool:
-    declared = (each for each in _schemas_of(key, schema) if isinstance(each, Mapping))
-    kinds = [each.get("type") or () for each in declared]
-    return any("integer" in each and "number" not in each for each in kinds)
+def _as_integer(value: Any, schema: Any) -> Any:
+    """Return a whole number as an `int` if its schema allows integers, but not other numbers.
+
+    The items of a list are converted in the same way.
+    """
+    choices = list(_choices(schema))
+    if isinstance(value, list):
+        of_items = {"anyOf": [each["items"] for each in choices if "items" in each]}
+        return [_as_integer(item, of_items) for item in value]
+    given = [each.get("type") for each in choices]
+    kinds = [
+        kind for each in given for kind in (each if isinstance(each, list | tuple) else [each])
+    ]
+    is_integer = "integer" in kinds and "number" not in kinds
+    return int(value) if is_integer and _is_whole(value) else value
+
+
+def _choices(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, and the schemas under its `anyOf` and `oneOf`."""
+    if isinstance(schema, Mapping):
+        yield schema
+        for where in ("anyOf", "oneOf"):
+            inner = schema.get(where)
+            for each in inner if isinstance(inner, list | tuple) else ():
+                yield from _choices(each)
 
 
 def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:

@@ -342,16 +342,28 @@ def test_arguments_beyond_the_properties_and_nulls_are_allowed_where_the_schema_
 
 
 @pytest.mark.parametrize(
-    ("kind", "value", "given"),
+    ("schema", "value", "given"),
     [
-        ("integer", "5.0", "5"),
-        (["integer", "null"], "5e0", "5"),
-        ("number", "5.0", "5.0"),
-        (["integer", "number"], "5.0", "5.0"),
+        (INTEGER, "5.0", "5"),
+        ({"type": ["integer", "null"]}, "5e0", "5"),
+        ({"type": "number"}, "5.0", "5.0"),
+        ({"type": ["integer", "number"]}, "5.0", "5.0"),
+        # As pydantic writes `int | None`, `list[int]`, `float | int` and `list[list[int] | None]`.
+        ({"anyOf": [INTEGER, {"type": "null"}]}, "5.0", "5"),
+        ({"type": "array", "items": INTEGER}, '[5.0, 2.5, "a"]', '[5, 2.5, "a"]'),
+        ({"anyOf": [{"type": "number"}, INTEGER]}, "5.0", "5.0"),
+        (
+            {"items": {"anyOf": [{"items": INTEGER}, {"type": "null"}]}},
+            "[[5.0], null]",
+            "[[5], null]",
+        ),
+        ({"oneOf": [{"items": INTEGER}, {"items": {"type": "number"}}]}, "[5.0]", "[5.0]"),
+        ({"type": "array", "items": True, "anyOf": 3}, "[5.0]", "[5.0]"),
+        ({"items": {"type": 3, "anyOf": [INTEGER, 7]}}, "[5.0]", "[5]"),
     ],
 )
-def test_a_whole_number_is_an_integer(kind: Any, value: str, given: str) -> None:
-    tool = ToolSchema(name="f", description="", parameters={"properties": {"n": {"type": kind}}})
+def test_a_whole_number_is_an_integer(schema: dict[str, Any], value: str, given: str) -> None:
+    tool = ToolSchema(name="f", description="", parameters={"properties": {"n": schema}})
     [call] = check_calls([ParsedCall(name="f", arguments=f'{{"n": {value}}}', id="1")], [tool])
     assert isinstance(call, ToolCall) and json.dumps(call.arguments) == json.dumps(
         json.loads(f'{{"n": {value}}}')
