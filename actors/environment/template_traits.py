@@ -48,15 +48,19 @@ class CallForm:
     """Whether vLLM reads only the first list of calls in a reply."""
     has_json_list: bool = False
     """Whether a start may begin a JSON list of calls."""
+    is_first_read: bool = False
+    """Whether vLLM reads the first calls of a reply, even in a thought, and no later ones."""
 
     def has_unread(self, text: str, arguments: Sequence[str]) -> bool:
         """Return whether a reply begins more calls than the parser has read.
 
-        text: the reply without its thinking. arguments: the arguments of each call that the parser
-        has read. If the text that begins a call occurs in these arguments, it begins no call there.
+        text: the reply without its thinking; with it if no parser of thoughts is used. arguments:
+        the arguments of each call that the parser has read. If the text that begins a call occurs
+        in these arguments, it begins no call there.
         """
-        # A thought stays in the text if no parser of thoughts is used.
-        begun = self._num_begun(visible_text(text)) - sum(map(self._num_begun, arguments))
+        # A thought may mention the form of a call. Most parsers then still read the later calls.
+        searched = text if self.is_first_read else visible_text(text)
+        begun = self._num_begun(searched) - sum(map(self._num_begun, arguments))
         return begun > (1 if self.is_single_list else len(arguments))
 
     def _num_begun(self, text: str) -> int:
@@ -122,6 +126,7 @@ CALL_FORMS = (
         body=r"[{\[]|[^\s\[{]++\s*+(?:\[ARGS\]|\{)",
         signs=("[TOOL_CALLS]",),
         has_json_list=True,
+        is_first_read=True,
     ),
     CallForm(
         parser="kimi_k2",
@@ -139,6 +144,7 @@ CALL_FORMS = (
         start="<|tool_call_start|>",
         signs=("<|tool_call_start|>",),
         is_single_list=True,
+        is_first_read=True,
     ),
     CallForm(
         parser="gemma4", start="<|tool_call>", body=rf"call:|{_NAMED}", signs=("<|tool_call>",)
@@ -151,7 +157,11 @@ CALL_FORMS = (
         signs=("<start_function_call>",),
     ),
     CallForm(
-        parser="apertus", start="<|tools_prefix|>", signs=("<|tools_prefix|>",), has_json_list=True
+        parser="apertus",
+        start="<|tools_prefix|>",
+        signs=("<|tools_prefix|>",),
+        has_json_list=True,
+        is_first_read=True,
     ),
     CallForm(parser="longcat", start="<longcat_tool_call>", signs=("<longcat_tool_call>",)),
     CallForm(
@@ -160,6 +170,7 @@ CALL_FORMS = (
         body=r"[\w.]++\s*+\(",
         signs=("<function_calls>",),
         is_single_list=True,
+        is_first_read=True,
     ),
     CallForm(
         parser="llama3_json",

@@ -215,6 +215,10 @@ def check_parser(written: Written, parse_all: Callable[[list[str]], list[ParsedR
         assert ["".join(each["city"].split()) for each in found] == [
             "".join(each.split()) for each in cities
         ]
+    # A call in a thought may be made, but not instead of the call after it.
+    [parsed] = parse_all([f"<think>maybe {written.reply(one)}</think>\n{written.reply(two)}"])
+    last = parsed.calls[-1]
+    assert isinstance(last, MalformedCall) or "Rome" in last.arguments
     bad = [
         written.reply(*calls)
         for each in written.unread
