@@ -288,20 +288,12 @@ class Action:
         The chat keeps the original.
         """
         calls = (
-            replace(each, arguments=_copy_of(each.arguments))
+            replace(each, arguments=deepcopy(each.arguments))
             if isinstance(each, ToolCall)
             else each
             for each in self.calls
         )
         return replace(self, calls=tuple(calls))
-
-
-def _copy_of(arguments: Mapping[str, Any]) -> Any:
-    try:
-        return json.loads(json.dumps(arguments))
-    except TypeError:
-        # A policy's arguments are JSON, but an environment's own test may give others.
-        return deepcopy(arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

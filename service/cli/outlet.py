@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, NoReturn
+from typing import IO, NoReturn, TypeGuard
 
 import typer
 from rich.console import Console
@@ -70,7 +70,7 @@ def code_after(code: int) -> int:
     return code or (EXIT_CUT_OFF if any(map(_is_cut_off, _failures)) else 0)
 
 
-def _is_cut_off(error: Exception) -> bool:
+def _is_cut_off(error: Exception) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and not isinstance(error, BrokenPipeError | ValueError)
 
 
@@ -108,10 +108,9 @@ def outlet(stream: IO[str] | None) -> Iterator[None]:
         if stream is sys.__stdout__:
             _failures.append(error)
             if _is_cut_off(error):
-                number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
                 say(
-                    f"rayloom: standard output cannot be written ({reason or error}), so that it "
-                    f"is not complete{_NO_SPACE if number in _FULL else ''}",
+                    f"rayloom: standard output cannot be written ({error.strerror or error}), so "
+                    f"that it is not complete{_NO_SPACE if error.errno in _FULL else ''}",
                     err=True,
                 )
 

@@ -215,7 +215,8 @@ class ReplyParser:
             return plain
         parsed = self._run(text, sampled, tools, reads_calls=True, reads_thought=thinks)
         if parsed.calls:
-            if not self._has_unread(plain.content, parsed):
+            read = [call.arguments for call in parsed.calls if isinstance(call, ParsedCall)]
+            if self._form is None or not self._form.has_unread(plain.content, read):
                 return parsed
             return replace(plain, calls=(UNREADABLE,))
         # A reply that is only a thought, finished or not, has no content.
@@ -259,11 +260,6 @@ class ReplyParser:
                 return faults
         start = None if self._form is None else self._form.start
         return (UNREADABLE,) if start is not None and start in text else ()
-
-    def _has_unread(self, text: str, parsed: ParsedReply) -> bool:
-        """Return whether a text begins a call that vLLM's parser left out of its calls."""
-        read = [call.arguments for call in parsed.calls if isinstance(call, ParsedCall)]
-        return self._form is not None and self._form.has_unread(text, read)
 
     def _text(self, sampled: TokenIds) -> str:
         """Return the text without the end tokens. The parsers need the other special tokens."""
