@@ -212,6 +212,6 @@ def test_a_prompt_with_a_name_that_the_template_does_not_show_is_refused(
     rows = [{"prompt": prompt, "answer": "3"} for prompt in ("How much?", chat)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = asked(str(file), "tasks.evaluation_tasks=0")
-    words = r"tasks: the prompt of row-\w+ \(row 2\): got the names 'Ada' and 'Bob' .*; write the names into"
+    words = r"tasks: the prompt of row-\w+ \(row 2\): got the names 'Ada' and 'Bob' .*; write"
     with pytest.raises(ConfigError, match=words):
         open_tasks(config, model_path=small_model)
