@@ -236,20 +236,36 @@ def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ValueError(
             f"{Path(model) / 'generation_config.json'}: eos_token_id is {added!r:.80}, expected "
-            "the id of a token, or a list of ids; correct it"
+            "the id of a token, or a list of ids; correct it (in config.json if the model has no "
+            "generation_config.json)"
         )
     found = {tokenizer.eos_token_id, *ids}
     return tuple(sorted(token for token in found if token is not None))
 
 
 def _added_by_settings(model: str) -> list[int] | int | None:
-    if Path(model).is_dir():
-        # GenerationConfig would read the same, but its import takes two seconds.
-        file = Path(model) / "generation_config.json"
-        return json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    from transformers import GenerationConfig
+    """Return eos_token_id of generation_config.json, or of the model's configuration.
+
+    As in vLLM, the configuration counts only if generation_config.json is missing, not if the file
+    names no token.
+    """
+    directory = Path(model)
+    # The classes of transformers would read the same, but their import takes two seconds.
+    if (file := directory / "generation_config.json").is_file():
+        return _read(file).get("eos_token_id")
+    if (written := _read(directory / "config.json").get("eos_token_id")) is not None:
+        return written
+    from transformers import AutoConfig, GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(model).eos_token_id
+        if not directory.is_dir():
+            return GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
-        return None
+        pass  # The hub has no such file.
+    try:
+        # The class of a configuration has defaults too: LlamaConfig's end is token 2.
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None  # The engines refuse such a model.
+    ends = (getattr(each, "eos_token_id", None) for each in (config, config.get_text_config(True)))
+    return next((each for each in ends if each is not None), None)

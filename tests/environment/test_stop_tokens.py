@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from actors.environment.rendering import load_renderer
 from actors.environment.tokenizer import stop_token_ids
@@ -43,6 +45,31 @@ def test_generation_settings_add_stop_tokens_to_that_of_the_tokenizer(
 
 
 def test_without_generation_settings_the_stop_token_is_that_of_the_tokenizer(model: Path) -> None:
+    assert stop_token_ids(str(model)) == (OWN,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "added"),
+    [
+        pytest.param({"model_type": "llama", "eos_token_id": [OWN, 7]}, 7, id="as_written"),
+        pytest.param({"model_type": "llama"}, 2, id="by_default_of_the_class"),
+        pytest.param(
+            {"model_type": "gemma3", "eos_token_id": None, "text_config": {"eos_token_id": 9}},
+            9,
+            id="of_the_text_model",
+        ),
+    ],
+)
+def test_without_generation_settings_the_models_configuration_adds_stop_tokens_as_in_vllm(
+    model: Path, settings: dict[str, Any], added: int
+) -> None:
+    (model / "config.json").write_text(json.dumps(settings))
+    assert stop_token_ids(str(model)) == (OWN, added)
+    # vLLM reads a model without generation settings in this way.
+    read = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model)).eos_token_id
+    assert {OWN, *(read if isinstance(read, list) else [read])} == {OWN, added}
+    # Generation settings that name no end are not completed from the configuration.
+    GenerationConfig().save_pretrained(model)
     assert stop_token_ids(str(model)) == (OWN,)
 
 
