@@ -186,6 +186,45 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
         check_all(config_with(directory), directory)
 
 
+@pytest.mark.parametrize(
+    ("names", "remedy"),
+    [
+        pytest.param(
+            ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"],
+            r"config\.json; .* has only an adapter .*; merge it into its model first",
+            id="an_adapter_of_peft",
+        ),
+        pytest.param(
+            ["config.json", "tokenizer.json", "pytorch_model.bin"],
+            r"safetensors; .*: AutoModelForCausalLM\.from_pretrained\('(.*)'\)\.save_.*\('\1'\)$",
+            id="weights_of_torch",
+        ),
+        pytest.param(
+            ["config.json", "vocab.json", "merges.txt", "model.safetensors"],
+            r"tokenizer\.json; .*: AutoTokenizer\.from_pretrained\('(.*)'\)\.save_.*\('\1'\)$",
+            id="a_tokenizer_of_two_files",
+        ),
+        pytest.param(
+            ["refs/main", "snapshots/a1b2/config.json"],
+            r"safetensors; .* name .*/model/snapshots/a1b2$",
+            id="an_entry_of_the_hubs_cache",
+        ),
+        pytest.param(
+            ["shard-0.pt"], "export a checkpoint with `rayloom export`$", id="a_checkpoint"
+        ),
+    ],
+)
+def test_the_remedy_for_missing_files_fits_what_the_directory_is(
+    tmp_path: Path, names: list[str], remedy: str
+) -> None:
+    for name in names:
+        file = tmp_path / "model" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    with pytest.raises(ConfigError, match=rf"^model\.path: .* lacks .*{remedy}"):
+        preflight.check_model_source(str(tmp_path / "model"), key="model.path")
+
+
 @pytest.mark.parametrize("key", ["model.path", "algorithm.reference", "algorithm.critic.model"])
 def test_an_adapter_in_the_directory_of_full_weights_is_refused(
     tiny: Path, directory: Path, key: str
