@@ -24,7 +24,7 @@ from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import cloudpickle
 
@@ -167,16 +167,34 @@ def _own_name(function: Callable[..., Any]) -> str:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickle by value, and collect the modules that must be imported to read the pickle."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, *, with_types: bool) -> None:
         super().__init__(file)
         self.modules: set[str] = set()
+        self._with_types = with_types
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
         # A function or a class with another result is pickled by value.
         if reduced is NotImplemented:
             self.modules.add(_module_of(obj))
+        elif self._with_types and isinstance(obj, FunctionType):
+            _, slots = reduced[2]
+            slots["__annotations__"] = _types_of(obj)
         return reduced
+
+
+def _types_of(function: FunctionType) -> dict[str, Any]:
+    """Return a function's annotations, with types instead of their names where possible.
+
+    A function that is pickled by value takes along only the names that its code uses. Under `from
+    __future__ import annotations` the names of its annotations would be lost.
+    """
+    try:
+        types = get_type_hints(function, include_extras=True)
+        cloudpickle.dumps(types)
+    except Exception:  # an undefined name, or any error of an annotation or of a value in it
+        return function.__annotations__
+    return types
 
 
 def _stored(
@@ -190,7 +208,8 @@ def _stored(
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "function"
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    # Only a tool's annotations are read; those of another function might import large libraries.
+    pickler = _Pickler(buffer, with_types=what == "tools")
     try:
         pickler.dump(function)
     except Exception as error:  # the values that it refers to may raise any error

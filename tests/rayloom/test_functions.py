@@ -9,11 +9,13 @@ from collections.abc import Callable
 from functools import partial, update_wrapper, wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 
 import rayloom
+from actors.environment.function_tools import read_function
 from rayloom.given import name_of
 from service.launch.run_dir import RunDir
 
@@ -90,6 +92,40 @@ def test_a_bound_method_of_a_class_is_called_with_its_class(
 
     assert as_found_by_a_run(Twice.scaled)("4") == 20.0
     assert name_of(own.Scale.plain, tmp_path, what="reward") == "own_score:Scale.plain"
+
+
+class Place(BaseModel):
+    city: str
+
+
+def test_the_types_of_tools_that_are_stored_by_value_can_be_read(
+    as_found_by_a_run: Callable[..., Any],
+) -> None:
+    # This module's annotations are texts, as in a script with the same import.
+    def weather(
+        where: Place, unit: Literal["c", "f"], days: Annotated[int, Field(le=9)] = 1
+    ) -> str:
+        """Look up the weather."""
+        return unit
+
+    class Here:
+        """A class whose name is not in the module."""
+
+    def unknown(where: Here) -> str:
+        """Have a type that cannot be found in the caller either."""
+        return ""
+
+    def score(completion: str) -> Place:
+        return Place(city=completion)
+
+    read = read_function(as_found_by_a_run(weather, what="tools"), where="tool")
+    assert read.arguments.model_validate({"where": {"city": "Rome"}, "unit": "c"})
+    shown = read.schema.parameters["properties"]
+    assert shown["unit"] == {"type": "string", "enum": ["c", "f"]}
+    assert shown["days"] == {"type": "integer", "default": 1, "maximum": 9}
+    assert as_found_by_a_run(unknown, what="tools").__annotations__["where"] == "Here"
+    # No one reads the types of another function, and they might import large libraries.
+    assert as_found_by_a_run(score).__annotations__["return"] == "Place"
 
 
 def test_a_stored_wrapper_is_shown_by_its_own_source(own: ModuleType, tmp_path: Path) -> None:
