@@ -169,8 +169,8 @@ def _plain_note(annotation: Any) -> str | None:
 def no_schema(where: str, error: Exception) -> BadTool:
     return BadTool(
         f"{where}: no JSON schema can be made of its arguments ({str(error).splitlines()[0]}); "
-        "expected types that JSON has, such as str, int, float, bool, list[str], Literal, an enum "
-        "or a dataclass"
+        "expected types that JSON has, such as str, int, float, bool, list[str], Literal, an enum, "
+        "a dataclass or typing_extensions.TypedDict"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import sys
+import typing
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from actors.environment.function_tools import BadArguments, BadTool, load_tools
+from actors.environment.function_tools import BadArguments, BadTool, load_tools, read_function
 
 
 @dataclass
@@ -309,6 +310,19 @@ async def test_a_number_that_is_not_finite_is_refused_unless_the_type_allows_it(
 def test_a_default_that_cannot_be_shown_is_refused(name: str, words: str) -> None:
     with pytest.raises(BadTool, match=words):
         loaded(name)
+
+
+class OfTyping(typing.TypedDict):
+    size: float
+
+
+def test_the_refusal_of_a_typed_dict_names_one_that_pydantic_accepts() -> None:
+    def cover(lid: OfTyping) -> str:
+        """Cover the jar."""
+        return ""
+
+    with pytest.raises(BadTool, match=r"expected .* or typing_extensions\.TypedDict$"):
+        read_function(cover, where="tool cover")
 
 
 async def test_each_kind_of_public_method_is_a_tool_by_its_name_in_the_class() -> None:
