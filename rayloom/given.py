@@ -189,12 +189,11 @@ def _types_of(function: FunctionType) -> dict[str, Any]:
     A function that is pickled by value takes along only the names that its code uses. Under `from
     __future__ import annotations` the names of its annotations would be lost.
     """
-    try:
+    with suppress(Exception):  # an undefined name, or any error of an annotation or a value in it
         types = get_type_hints(function, include_extras=True)
         cloudpickle.dumps(types)
-    except Exception:  # an undefined name, or any error of an annotation or of a value in it
-        return function.__annotations__
-    return types
+        return types
+    return function.__annotations__
 
 
 def _stored(
