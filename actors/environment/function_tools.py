@@ -30,6 +30,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+from docstring_parser import DocstringStyle
 from docstring_parser import parse as parse_docstring
 from pydantic import BaseModel, PydanticUserError
 from pydantic import ValidationError as BadValue
@@ -491,10 +492,10 @@ def read_function(
     """
     name = name or getattr(function, "__name__", type(function).__name__)
     parameters = list(inspect.signature(function).parameters.values())[1 if takes_self else 0 :]
-    docs = parse_docstring(inspect.getdoc(function) or "")
-    description = "\n\n".join(
-        part for part in (docs.short_description, docs.long_description) if part
-    )
+    text = inspect.getdoc(function) or ""
+    docs = parse_docstring(text)
+    parts = (docs.short_description, docs.long_description, _further_text(text, docs.style))
+    description = "\n\n".join(part for part in parts if part)
     if not description:
         hint = "; if a decorator made it, use functools.wraps there" if _is_inner(function) else ""
         raise BadTool(
@@ -519,3 +520,22 @@ def read_function(
         function=function,
         arguments=arguments,
     )
+
+
+def _further_text(docstring: str, style: DocstringStyle | None) -> str:
+    """Return the examples, the notes and other text that are not in the parsed description.
+
+    Sections of arguments, results and errors are not part of it.
+    """
+    if style is DocstringStyle.NUMPYDOC:
+        sections = re.split(r"^(?=\w[\w ]*\n-{3,}[ \t]*$)", docstring, flags=re.MULTILINE)
+        return "\n\n".join(each.strip() for each in sections[1:] if _NUMPY_TEXT.match(each))
+    begin = _GOOGLE_TITLE.search(docstring) if style is DocstringStyle.GOOGLE else None
+    return _GOOGLE_FACTS.sub("\n", docstring[begin.start() :]).strip() if begin else ""
+
+
+_NUMPY_TEXT = re.compile(r"(?:Examples?|Notes?|Warnings?)\n")
+_FACTS = "Arg(?:ument)?s|Param(?:eter)?s|Attributes|Returns|Yields|Raises|Exceptions|Except"
+_GOOGLE_TITLE = re.compile(rf"^(?:{_FACTS}|Examples?):[ \t]*$", re.MULTILINE)
+# A section ends before the next line that is not indented.
+_GOOGLE_FACTS = re.compile(rf"\n*^(?:{_FACTS}):[ \t]*$(?:\n(?:[ \t].*)?)*", re.MULTILINE)

@@ -51,7 +51,12 @@ def arguments_model(
     configuration of a model in a field, may allow them.
     Raises: BadTool if a type cannot be described.
     """
-    described = {each.arg_name: each.description for each in docs.params}
+    described = {
+        # One entry may describe several arguments: `a, b: The two numbers.`
+        name.strip(): each.description
+        for each in docs.params
+        for name in each.arg_name.split(",")
+    }
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind in NOT_TAKEN:

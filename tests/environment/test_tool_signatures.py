@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
+from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
 from actors.environment.function_tools import BadArguments, BadTool, load_tools, read_function
@@ -323,6 +324,92 @@ def test_the_refusal_of_a_typed_dict_names_one_that_pydantic_accepts() -> None:
 
     with pytest.raises(BadTool, match=r"expected .* or typing_extensions\.TypedDict$"):
         read_function(cover, where="tool cover")
+
+
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+GOOGLE = """Add.
+
+Only whole numbers.
+
+Example:
+    add(a=1, b=2)
+
+    gives 3
+
+Args:
+    a: One.
+    b: Two.
+
+Returns:
+    The sum.
+"""
+AFTER_ARGS = """Add.
+
+Args:
+    a, b: The two numbers.
+
+Raises:
+    ValueError: If there is none.
+
+Note:
+    Only whole numbers.
+
+Be brief.
+"""
+NUMPY = """Add.
+
+Parameters
+----------
+a, b : int
+    The two numbers.
+
+Returns
+-------
+int
+    The sum.
+
+Notes
+-----
+Only whole numbers.
+
+See Also
+--------
+subtract
+
+Examples
+--------
+>>> add(1, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("docstring", "description"),
+    [
+        (GOOGLE, GOOGLE.partition("\n\nArgs:")[0]),
+        (AFTER_ARGS, "Add.\n\nNote:\n    Only whole numbers.\n\nBe brief."),
+        (
+            NUMPY,
+            "Add.\n\nNotes\n-----\nOnly whole numbers.\n\nExamples\n--------\n>>> add(1, 2)",
+        ),
+    ],
+    ids=["example_before_the_arguments", "note_after_the_arguments", "sections_of_numpy"],
+)
+def test_the_policy_reads_the_examples_and_notes_of_a_docstring(
+    docstring: str, description: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(add, "__doc__", docstring)
+    schema = read_function(add, where="tool add").schema
+    assert schema.description == description
+    shown = schema.parameters["properties"]
+    assert all(shown[name]["description"] for name in ("a", "b"))
+    if docstring is GOOGLE:
+        assert get_json_schema(add)["function"]["description"] == description
+    else:
+        assert shown["a"] == shown["b"] == {"type": "integer", "description": "The two numbers."}
 
 
 async def test_each_kind_of_public_method_is_a_tool_by_its_name_in_the_class() -> None:
