@@ -25,7 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from actors.environment.protocol import Observation
-from actors.environment.tokenizer import load_tokenizer, stop_ids_of, stop_token_ids
+from actors.environment.tokenizer import is_raw, load_tokenizer, stop_ids_of, stop_token_ids
 from actors.environment.user_names import BadName, find
 from actors.limits import GIB
 from actors.trainer.settings import ADAPTER
@@ -278,7 +278,7 @@ def check_token_ids(config: Config, directory: Path) -> None:
 
     A tokenizer may have tokens that the model lacks: Gemma 3 has such a token for images, and a
     user may add tokens without resizing the embedding. Raises: ConfigError if the template has such
-    a token, or if only such tokens end an answer.
+    a token or one that the tokenizer splits, or if only tokens that the model lacks end an answer.
     """
     if (vocabulary := vocabulary_size(directory)) is None:
         return
@@ -302,6 +302,18 @@ def check_token_ids(config: Config, directory: Path) -> None:
                 f"tokenizer, and {directory} has only {vocabulary} tokens (vocab_size); expected "
                 "a row of the embedding for each token of the template; resize the model's "
                 "embedding (resize_token_embeddings of transformers), or set model.chat_template"
+            )
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    for number, token in added.items():
+        text = str(token)
+        is_end = number == tokenizer.eos_token_id and "eos_token" in template
+        if not (token.special and (is_end or text in template)) or is_raw(tokenizer):
+            continue
+        if number not in (ids := tokenizer.encode(text, add_special_tokens=False)):
+            raise ConfigError(
+                f"model.path: the tokenizer of {directory} makes ids {ids} of {text!r}, which its "
+                f"chat template writes; expected the special token {number}; set "
+                "split_special_tokens to false in tokenizer_config.json"
             )
 
 

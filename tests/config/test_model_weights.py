@@ -294,6 +294,23 @@ def test_an_end_token_that_the_model_can_never_sample_is_refused(directory: Path
         check_all(config_with(directory), directory)
 
 
+def test_a_tokenizer_that_splits_the_templates_special_tokens_is_refused(directory: Path) -> None:
+    preflight.check_token_ids(config_with(directory), directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"split_special_tokens": True}))
+    expected = r"^model\.path: .* makes ids \[.*, .*\] of '<.*; set split_special_tokens to false"
+    with pytest.raises(ConfigError, match=expected):
+        preflight.check_token_ids(config_with(directory), directory)
+    # The end token may be named only by its variable.
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    named = config_with(directory, model={"path": str(directory), "chat_template": template})
+    with pytest.raises(ConfigError, match=expected):
+        preflight.check_token_ids(named, directory)
+    # Raw prompts have no special token in their text.
+    raw = config_with(directory, model={"path": str(directory), "chat_template": "none"})
+    preflight.check_token_ids(raw, directory)
+
+
 def test_a_warning_names_a_templates_end_token_that_stops_no_engine(directory: Path) -> None:
     assert [*template_warnings(config_with(directory), str(directory))] == []
     (directory / "generation_config.json").write_text("{}")
