@@ -265,7 +265,8 @@ def _added_by_settings(model: str) -> list[int] | int | None:
     try:
         # The class of a configuration has defaults too: LlamaConfig's end is token 2.
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        texts = config.get_text_config(decoder=True)
     except (OSError, ValueError):
         return None  # The engines refuse such a model.
-    ends = (getattr(each, "eos_token_id", None) for each in (config, config.get_text_config(True)))
+    ends = (getattr(each, "eos_token_id", None) for each in (config, texts))
     return next((each for each in ends if each is not None), None)
