@@ -98,10 +98,13 @@
 - {{ printf "config.%s: got %s, expected an absolute path in the pods, which do not have the files of your machine; put a file into workspace.files, or mount a volume by pods.volumes and pods.volumeMounts, and name the path in the pods, such as /workspace/%s" $key $path (base $path) | quote }}
 {{- end }}
 {{- else if or (eq $.name "head") (eq $key "model.path") }}
-{{- /* The image may have files of your own in any directory but that of the workspace. */}}
-{{- $isThere := not (hasPrefix "/workspace/" (printf "%s/" (clean $path))) }}
+{{- $container := first $.pod.containers }}
+{{- /* Your own image may have files in any directory; Rayloom's has none where the workspace would be mounted. */}}
+{{- $isRayloomsImage := hasPrefix (printf "rayloom:%s-" $.context.Chart.AppVersion) $container.image }}
+{{- $isForgotten := and $isRayloomsImage (eq $.context.Values.workspace.mountPath "/workspace") }}
+{{- $isThere := not (and $isForgotten (hasPrefix "/workspace/" (printf "%s/" (clean $path)))) }}
 {{- $isMounted := false }}
-{{- range (first $.pod.containers).volumeMounts }}
+{{- range $container.volumeMounts }}
 {{- $inside := trimPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $path)) | trimSuffix "/" }}
 {{- $isIn := hasPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $path)) }}
 {{- /* An init container may put files into a directory that is empty at the pod's start. */}}

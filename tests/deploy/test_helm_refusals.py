@@ -403,6 +403,14 @@ ACCEPTED = [
             ("/tmp/a", "head: {initContainers: [{name: copy, image: x}]}"),
         )
     ),
+    *(
+        f"{{config: {{tasks: {{file: /workspace/a}}}}, {more}}}"
+        for more in (
+            "image: {repository: reg.example/mine}",
+            "head: {image: {tag: with-tasks}}",
+            "workspace: {mountPath: /ws, existingClaim: c}",
+        )
+    ),
     "{mode: cluster, config: {tasks: {file: a}}}",
     # Only the image knows whether it has this model; the data set is a directory of the workspace.
     "config: {model: {tiny: null, path: /models/qwen}}",
