@@ -5,8 +5,8 @@
   `io.k8s.…` are copied from Kubernetes' strict schema; with them, helm refuses a typo inside an
   affinity or a volume.
 - helm/files/config-defaults.yaml has the configuration's defaults that the templates read.
-- helm/files/module-names.txt has the names of modules; a file in `workspace.files` with such a name
-  would hide the module and is refused.
+- helm/files/module-names.txt has the names of modules that the start of a run imports; a file in
+  `workspace.files` with such a name would hide the module and is refused.
 
 Tests compare each file with its source. This module needs the development tools.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -40,6 +41,31 @@ _REFERENCE = "#/properties/config/$defs/{model}"
 # Keys that helm does not use; the application has its own defaults.
 _LEFT_OUT = {"title", "default"}
 _LEFT_OUT_OF_KUBERNETES = {"description", "format"}
+# What the processes of a run import beside Rayloom's own modules.
+_IMPORTED = (
+    "ray._private.log_monitor", "ray._private.workers.default_worker",
+    "ray.autoscaler._private.monitor", "ray.dashboard.agent", "ray.dashboard.dashboard",
+    "ray.serve", "torch._inductor.compile_fx", "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto", "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+)  # fmt: skip
+# Names that are looked up without success are included: with a file winreg.py, mimetypes fails.
+_TRIED = """
+import sys
+tried = {*sys.modules}
+sys.addaudithook(lambda event, given: tried.add(given[0]) if event == "import" else None)
+import importlib, pkgutil
+import actors, rayloom, service
+for package in actors, rayloom, service:
+    for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not each.name.endswith("__main__"):
+            importlib.import_module(each.name)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(*tried)
+"""
+# pdb, which torch imports, needs `code` only for its command `interact`.
+_HARMLESS = {"code"}
 _DEFINITION = re.compile(r"#/\$defs/(io\.k8s\.[\w.-]+)")
 
 
@@ -74,8 +100,14 @@ def defaults_text() -> str:
 
 
 def module_names() -> list[str]:
-    """Return the names of Rayloom's packages, its libraries, and Python's own modules."""
-    return sorted({*RESERVED_NAMES, *(n for n in sys.stdlib_module_names if n[0] != "_")})
+    """Return the names of Rayloom's packages, its libraries, and the modules of Python in a start.
+
+    The imports of a run's processes are tried in a new process, which takes half a minute.
+    """
+    command = [sys.executable, "-c", _TRIED, *_IMPORTED]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    tried = {name for name in printed.splitlines()[-1].split() if name[0] != "_"}
+    return sorted({*RESERVED_NAMES, *(tried & sys.stdlib_module_names - _HARMLESS)})
 
 
 def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:

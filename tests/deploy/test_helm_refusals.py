@@ -308,7 +308,7 @@ CONTRADICTIONS: list[Case] = [
     *(
         (f"workspace: {{files: {{{name}.py: x}}}}",
          f"workspace.files: got {name}.py, which hides the module {name}", "rename it")
-        for name in ("ray", "service", "random")
+        for name in ("ray", "service", "random", "winreg")
     ),
     ("pods: {env: [{name: RAY_ADDRESS, value: 'a:1'}]}",
      "head.env: RAY_ADDRESS is set by the operator", "remove it"),
@@ -424,6 +424,8 @@ ACCEPTED = [
     "serviceAccount: {create: false, name: default}}",
     "head: {sidecars: [{name: client, image: x, env: [{name: RAY_ADDRESS, value: 'ray:1'}]}]}",
     "workspace: {files: {my_ray.py: x, ray.jsonl: x}}",
+    # No process of a run imports these modules of Python, or none needs them.
+    "workspace: {files: {turtle.py: x, chunk.py: x, antigravity.py: x, code.py: x}}",
     # Volumes for certificates, and a disk in each pod for objects that Ray spills.
     "pods: {volumes: [{name: certificates, configMap: {name: c}}, "
     "{name: scratch, hostPath: {path: /nvme}}], volumeMounts: ["
