@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -31,6 +32,7 @@ Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
 _logger = logging.getLogger(__name__)
 _MAX_FIELD = 2**31 - 1
 _MAX_SHOWN = 8
+_SPACED_QUOTE = re.compile(r' +"(?:[^"]|"")*" *', re.DOTALL)
 # Files that describe a data set, in the form of the `datasets` library.
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # What a data set's README.md may set without changing how its files are read.
@@ -173,8 +175,11 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
         return
     # The values of a column of tests, for example, are longer than the module's limit.
     csv.field_size_limit(_MAX_FIELD)
+    lines: list[str] = []
     with open_text(path, newline="") as file:
-        reader = csv.DictReader(file, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
+        reader = csv.DictReader(
+            _noted(file, lines), strict=True, delimiter="\t" if suffix == ".tsv" else ","
+        )
         names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         check_names(names, what=f"data set {path}")
         if quoted := next((name for name in names if name.startswith('"')), None):
@@ -193,9 +198,26 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
             if None in row or None in row.values():
                 raise BadTaskFile(
                     f"{where}: the number of values differs from the names in the first line, "
-                    f"expected {len(reader.fieldnames or ())}; quote values that contain a comma"
+                    f"expected {len(reader.fieldnames or ())}; quote values that contain a comma, "
+                    "without a space before the quote"
                 )
+            # A value of a quoted field is in the text with doubled quotes.
+            text = "".join(lines)
+            for name, value in row.items():
+                if _SPACED_QUOTE.fullmatch(value) and value in text:
+                    raise BadTaskFile(
+                        f"{where}: got a space before the quoted value of {listed([name])}, "
+                        "expected the quote first; remove the spaces after the separators"
+                    )
+            lines.clear()
             yield where, row
+
+
+def _noted(file: Iterable[str], lines: list[str]) -> Iterator[str]:
+    """Yield the lines of a file, and append each to `lines`."""
+    for line in file:
+        lines.append(line)
+        yield line
 
 
 def note_of_object(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date, timedelta
@@ -117,74 +116,6 @@ def test_the_saved_format_of_a_data_set_does_not_change_the_tasks(
     datasets.DatasetDict({"train": made.with_format(form)}).save_to_disk(str(tmp_path / "splits"))
     for name in ("one", "hidden", "splits"):
         assert [task.data for task in read(tmp_path / name)] == DATA, name
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("twice.csv", b"prompt,answer,answer\na,1,2\n", "the column answer occurs twice"),
-        (
-            "semicolons.csv",
-            b"prompt;answer\na;1\n",
-            "one column, whose name contains ';'.*separated by ','",
-        ),
-        ("commas.tsv", b"prompt,answer\na,1\n", "one column, whose name contains ','"),
-        ("latin.csv", "prompt\né\n".encode("latin-1"), "not UTF-8 text.*save it as UTF-8"),
-        ("quoted.csv", b'prompt, "answer"\na,1\n', 'space before the quoted column "answer"'),
-        ("spaces.csv", b"answer,prompt, answer\n1,a,2\n", "the column answer occurs twice"),
-        (
-            "keys.jsonl",
-            b'{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}\n',
-            "line 2: got the key 'prompt' twice in one object, expected each key once; remove or",
-        ),
-        ("inner.json", b'[{"a": 1}, {"a": [{"k": 1, "k": 1}]}]', "row 2: got the key 'k' twice"),
-        ("wide.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "not UTF-8 text"),
-        (
-            "cut.jsonl.gz",
-            gzip.compress(b'{"prompt": "a"}\n', mtime=0)[:-6],
-            "cannot be read: .*ended before",
-        ),
-        (
-            "flipped.jsonl.gz",
-            gzip.compress(b'{"prompt": "a"}\n', mtime=0)[:10] + b"\xff" * 20,
-            "cannot be read: .*decompressing",
-        ),
-        ("lines.json", b'{"prompt": "a"}\n{"prompt": "b"}\n', r"Extra data.*name it \.jsonl"),
-        ("list.jsonl", b'[{"prompt": "a"}]\n', r"line 1: got a list.*name it \.json"),
-    ],
-)
-def test_a_text_file_with_ambiguous_content_is_refused(
-    tmp_path: Path, name: str, content: bytes, words: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadTaskFile, match=words):
-        read(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("rows.JSONL", b'{"prompt": "a", "answer": "1"}'),
-        ("rows.Json", b'[{"prompt": "a", "answer": "1"}]'),
-        ("rows.CSV", b"prompt,answer\na,1\n"),
-        ("rows.TSV", b"prompt\tanswer\na\t1\n"),
-        ("rows.JSONL.GZ", gzip.compress(b'{"prompt": "a", "answer": "1"}', mtime=0)),
-        ("spaces.csv", b"prompt , answer\na,1\n"),
-        ("mark.csv", b"\xef\xbb\xbfprompt,answer\na,1\n"),
-        ("mark.tsv", b'\xef\xbb\xbf"prompt"\t answer \na\t1\n'),
-        ("mark.jsonl", b'\xef\xbb\xbf{"prompt": "a", "answer": "1"}\n'),
-        ("index.csv", b",prompt,,answer\n0,a,,1\n"),
-        ("index.jsonl", b'{"": 0, " ": 1, "prompt": "a", "answer": "1"}\n'),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_capitals_bom_spaces_and_an_index_column_do_not_change_the_columns(
-    tmp_path: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    [task] = read(tmp_path / name, columns={})
-    assert task.data == {"prompt": "a", "answer": "1"}
-    assert ("a column without a name is left out" in caplog.text) == name.startswith("index")
 
 
 def test_odd_parquet_files_of_pandas_are_read_or_refused_with_the_place(
@@ -441,23 +372,6 @@ def test_another_split_can_be_used_for_evaluation(tmp_path: Path) -> None:
     words = r"data set .*/splits: got 64 held-out tasks of 4 .* \(default: 64\) .* or to 0"
     with pytest.raises(ConfigError, match=words):
         open_tasks(parse_config(tree, source="test"))
-
-
-def test_compressed_files_and_tables_with_tabs_are_read(tmp_path: Path) -> None:
-    row = '{"prompt": "Where?"}\n'
-    (tmp_path / "rows.ndjson").write_text(row)
-    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
-        file.write(row)
-    (tmp_path / "rows.tsv").write_text("prompt\tn\nWhere?\t1\n")
-    for name in ("rows.ndjson", "rows.jsonl.gz", "rows.tsv"):
-        [task] = read(tmp_path / name, columns={})
-        assert task.data["prompt"] == "Where?"
-
-
-def test_a_long_value_of_a_csv_file_is_read(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text(f"prompt,tests\na,{'x' * 200_000}\n")
-    [task] = read(tmp_path / "rows.csv", columns={})
-    assert task.data == {"prompt": "a", "tests": "x" * 200_000}
 
 
 def test_nulls_that_parquet_adds_to_arguments_and_schemas_are_left_out_with_a_notice(
