@@ -249,28 +249,31 @@ def check_of(environment: object) -> DataCheck:
 
 
 def report_nulls(tasks: Sequence[Task], check: DataCheck, what: str) -> None:
-    """Log a warning for each entry that is null in some tasks although the check expects no nulls.
+    """Log a warning for each entry that is empty in some tasks although the check expects values.
 
+    Such an entry is null or an empty text, as a missing value of a CSV file.
     what: name of the file or the data set.
     """
     if not check.filled:
         return
-    nulls = Counter(
-        name
+    empty = Counter(
+        (name, "null" if value is None else "an empty text")
         for task in tasks
         for name in check.filled & task.data.keys()
-        if task.data[name] is None
+        if (value := task.data[name]) is None or value == ""
     )
-    for name, count in sorted(nulls.items()):
+    for (name, shown), count in sorted(empty.items()):
         _logger.warning(
-            "%s: the column %s is null in %d of %d rows, and a reward function requires it; "
+            "%s: the column %s is %s in %d of %d rows, and a reward function requires it; "
             "expected a value in each row; remove these rows, or annotate the argument, such as "
-            "%s: str | None, if the function accepts None",
+            "%s: str | None, if the function accepts %s",
             what,
             name,
+            shown,
             count,
             len(tasks),
             name,
+            "None" if shown == "null" else "empty texts",
         )
 
 

@@ -553,3 +553,25 @@ def test_nulls_in_a_column_that_a_function_requires_are_counted(
     assert warned("typed") == ["answer is null in 1 of 3 rows", "source is null in 3 of 3 rows"]
     assert warned("lists") == ["answer is null in 1 of 3 rows"]
     assert warned("careful") == warned("takes_all") == []
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_empty_texts_in_a_column_that_a_function_requires_are_counted(
+    place: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "of_texts.py").write_text(
+        "def typed(completion, answer: str): ...\n"
+        "def careful(completion, answer: str | None): ...\n"
+    )
+    rows = [("1?", "1"), ("2?", ""), ("3?", "3"), ("4?", "")]
+    separator = "\t" if suffix == ".tsv" else ","
+    lines = [separator.join(row) for row in (("prompt", "answer"), *rows)]
+    if suffix == ".jsonl":
+        lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows]
+    (place / f"texts{suffix}").write_text("\n".join(lines))
+    for function in ("typed", "careful"):
+        options = {"reward": f"of_texts.py:{function}"}
+        open_tasks(config_of(options=options, dataset=f"texts{suffix}"))
+    [warning] = caplog.messages
+    assert "column answer is an empty text in 2 of 4 rows" in warning
+    assert "if the function accepts empty texts" in warning
