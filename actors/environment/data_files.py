@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, islice
@@ -33,6 +34,8 @@ _logger = logging.getLogger(__name__)
 _MAX_FIELD = 2**31 - 1
 _MAX_SHOWN = 8
 _SPACED_QUOTE = re.compile(r' +"(?:[^"]|"")*" *', re.DOTALL)
+# A file's name in a series, such as train-00000-of-00002.parquet.
+_SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\b")
 # Files that describe a data set, in the form of the `datasets` library.
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # What a data set's README.md may set without changing how its files are read.
@@ -45,7 +48,7 @@ def read_directory(
     """Return the columns' names and the rows of one split of a directory.
 
     Return None if the path is not a directory, or if its files are not text. Log a warning with the
-    names of files that belong to no split.
+    names of files that belong to no split, and of files that are missing.
     Args: split: name of a split, or an expression of the `datasets` library, such as train[:10%].
     what: the data set's name for error texts. section: the section that error texts refer to.
     Raises: BadTaskFile if there is no such split, or a file cannot be used; errors of `datasets`.
@@ -59,9 +62,11 @@ def read_directory(
         str(name): [Path(each) for each in found]
         for name, found in (builder.config.data_files or {}).items()
     }
+    every = [each for found in files.values() for each in found]
+    _report_missing(every, what)
     if len(builder.builder_configs) <= 1:
-        _report_unread(path, [each for found in files.values() for each in found], what)
-    is_text = all(suffix_of(each) in TEXT_SUFFIXES for found in files.values() for each in found)
+        _report_unread(path, every, what)
+    is_text = all(suffix_of(each) in TEXT_SUFFIXES for each in every)
     if not files or not is_text or _has_own_format(builder.config):
         return None
     if split in files:
@@ -86,6 +91,28 @@ def _has_own_format(config: BuilderConfig) -> bool:
     usual = type(config)()
     names = {each.name for each in fields(config)}.difference(_NO_FORMAT)
     return any(getattr(config, name) != getattr(usual, name) for name in names)
+
+
+def _report_missing(files: Iterable[Path], what: str) -> None:
+    """Log a warning for each series of files that is incomplete by the number in their names."""
+    series = Counter(
+        (found[1], int(found[2]), each.suffix)
+        for each in set(files)
+        if (found := _SHARD.match(str(each)))
+    )
+    for (start, number, suffix), count in sorted(series.items()):
+        if count < number:
+            _logger.warning(
+                "%s: files are missing: there are %d of the %d files %s-*-of-%05d*%s, and only "
+                "their rows are used; expected all files; add the others, or give the files "
+                "other names if these rows are enough",
+                what,
+                count,
+                number,
+                start,
+                number,
+                suffix,
+            )
 
 
 def _report_unread(path: Path, files: Sequence[Path], what: str) -> None:
