@@ -173,16 +173,22 @@ def _names_in(path: Path) -> Iterable[str]:
     except BadTaskFile:
         raise
     except UnicodeDecodeError as error:
+        is_gzip = error.object.startswith(b"\x1f\x8b") and path.suffix.lower() != ".gz"
+        remedy = (
+            f"it is compressed by gzip: name it {path.name}.gz" if is_gzip else "save it as UTF-8"
+        )
+        raise BadTaskFile(f"data set {path}: it is not UTF-8 text ({error}); {remedy}") from error
+    except json.JSONDecodeError as error:
+        remedy = (
+            "if each line is an object, name it .jsonl"
+            if error.msg == "Extra data"
+            else "correct this place, such as a comma before the end of a list"
+        )
         raise BadTaskFile(
-            f"data set {path}: it is not UTF-8 text ({error}); save it as UTF-8"
+            f"data set {path}: it is not JSON ({error}), expected a list of objects; {remedy}"
         ) from error
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error) as error:
-        remedy = (
-            "; if each line is an object, name it .jsonl"
-            if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
-            else ""
-        )
-        raise BadTaskFile(f"data set {path}: cannot be read: {error}{remedy}") from error
+        raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
     if not num_rows:
         raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
     return names

@@ -511,7 +511,8 @@ def _parse_json(text: str, *, where: str) -> Any:
     try:
         found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_as_dict)
     except (ValueError, RecursionError) as error:
-        raise BadTaskFile(f"{where}: not JSON: {error}; expected one JSON object") from None
+        expected = "one JSON object and nothing else, not even a comma after it; correct it"
+        raise BadTaskFile(f"{where}: not JSON: {error}; expected {expected}") from None
     _check_keys(found, where=where)
     return found
 

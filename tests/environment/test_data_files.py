@@ -55,6 +55,21 @@ def read(path: Path) -> list[Task]:
             "cannot be read: .*decompressing",
         ),
         ("lines.json", b'{"prompt": "a"}\n{"prompt": "b"}\n', r"Extra data.*name it \.jsonl"),
+        (
+            "commas.jsonl",
+            b'{"prompt": "a"},\n{"prompt": "b"},\n',
+            "line 1: not JSON: Extra data: .* and nothing else, not even a comma",
+        ),
+        (
+            "comma.json",
+            b'[{"prompt": "a"},]',
+            r"not JSON \(.*char 17\)\), expected a list of objects; correct .* a comma before",
+        ),
+        (
+            "rows.jsonl",
+            gzip.compress(b'{"prompt": "a"}\n', mtime=0),
+            r"not UTF-8 .*; it is compressed by gzip: name it rows\.jsonl\.gz",
+        ),
         ("list.jsonl", b'[{"prompt": "a"}]\n', r"line 1: got a list.*name it \.json"),
     ],
 )
