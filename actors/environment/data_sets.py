@@ -469,17 +469,22 @@ def _with_times_reported(found: Dataset, what: str) -> Dataset:
 
 def _check_source(source: str, path: Path, what: str) -> None:
     """Raise BadTaskFile if `source` looks like a path and is not a directory."""
+    is_pattern = any(each in source for each in "*?[")
+    has_spaces = source != source.strip()
     looks_local = (
         source.startswith((".", "/", "~"))
         or source.count("/") > 1
         or suffix_of(path) in SUFFIXES
         or path.is_symlink()
-        or not source.strip()
+        or not source
+        or is_pattern
+        or has_spaces
     )
     if looks_local and not path.is_dir():
+        remedy = "name the directory, whose files are read" if is_pattern else "correct it"
         raise BadTaskFile(
             f"{what}: not found; expected a file, a directory, or a hub's name such as "
-            "openai/gsm8k; correct it"
+            f"openai/gsm8k; {'remove the spaces around it' if has_spaces else remedy}"
         )
 
 
