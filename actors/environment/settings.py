@@ -118,10 +118,11 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
-    """Limits on the tokens that may be sampled in an evaluation. Training samples without limits.
+    """The tokens that an evaluation may sample; the defaults allow every token.
 
-    With limits, the engine normalises log-probabilities over the allowed tokens only. The trainer
-    normalises over all tokens, so the trainer could not use the engine's log-probabilities.
+    In training, every token is allowed. With limits, the engine normalises log-probabilities over
+    the allowed tokens only. The trainer normalises over all tokens, so the trainer could not use
+    the engine's log-probabilities.
     """
 
     top_p: float = 1.0

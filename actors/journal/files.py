@@ -5,8 +5,9 @@ the version of every sampled token, and the advantages of the trained tokens. Th
 the journal; `rayloom inspect` and `rayloom explain` read it. Training and resuming do not. So a
 failure to write is reported once and never ends a run, and old files may be removed at any time.
 
-A term is the time from a start of the run to its end. A step that is played again in a later term
-gets another file; `service.store.lineage` decides which file belongs to the run.
+A run begins a new term when it starts, resumes, recovers or returns to a checkpoint. A step that is
+played again in a later term gets another file; `service.store.lineage` decides which file belongs
+to the run.
 
 A file has a line with the format's number, then two sections, each with its length and a checksum:
 the index of the step's trajectories, and the step itself, compressed. A file is written under a
@@ -67,7 +68,10 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalStep:
-    """A training step as it was played in one term (from a start of the run to its end)."""
+    """A training step as it was played in one term of the run.
+
+    A term is the time from a start or recovery of the run to the next start or recovery.
+    """
 
     step: int
     """The step's number, counted from 1, as in the run's records and its ledger."""

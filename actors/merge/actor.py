@@ -83,10 +83,13 @@ class MergeActor:
         self._journal = journal
 
     def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
-        """Lay out the rows that the trainer must score; return a reference to each rank's shard.
+        """Divide the rows that the trainer must score among the ranks, and store the shards.
 
-        Called only if rewards or advantages need a reference or a critic. `build` repeats the
-        layout to read the scores, so that the actor keeps no state between the two calls.
+        The loop calls this only if rewards or advantages need a reference model or a critic.
+        `build` repeats the division to read the scores, so that the actor keeps no state between
+        the two calls.
+
+        Returns: for each rank, an object reference to its shard.
         Raises: PayloadsLost, naming the rollouts.
         """
         shards = plan_scores(

@@ -48,13 +48,13 @@ def check_versions(
 ) -> None:
     """Raise if a shard was made for another version than the trainer holds, or has too old tokens.
 
-    A step has two versions if its weights were published a second time. A shard that was made for
-    the first version then fits a trainer that holds the second version.
+    If the weights of a step were published again under a second version, a shard that was made for
+    the first version also fits a trainer that holds the second version.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
-    token, in training steps; None: no limit. republished: the numbers of such second versions
-    (`actors.policy_age`).
-    Raises: ShardRefused; PolicyTooOld for a token beyond the age bound.
+    token, in training steps; None: no limit. republished: the versions under which weights were
+    published again (`actors.policy_age`).
+    Raises: ShardRefused; PolicyTooOld if a token is older than max_policy_age.
     """
     made_for = np.array([shard.trainer_version], np.int32)
     if policy_ages(made_for, trainer_version, republished)[0] != 0:
@@ -135,7 +135,10 @@ class StepAbandoned(Exception):
 
 
 class Abandonment:
-    """A request to abandon the step. All ranks must call `check`, which uses its own gloo group."""
+    """A request to abandon the step, which reaches all ranks if one rank receives it.
+
+    All ranks must call `check`, a collective on a gloo group that training does not use.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -105,8 +105,9 @@ def reservation_name(run_id: str, term: int) -> str:
 
 
 def remove_reservations(run_id: str, *, before_term: int) -> None:
-    """Remove the placement groups that older terms of a run have left.
+    """Remove the placement groups that are left from before a run's newest start or recovery.
 
+    Each start or recovery begins a term. The groups of the terms below `before_term` are removed.
     Ray keeps a placement group as long as the job of its creator runs, even if the creator was
     killed. The group would hold the CPUs and GPUs that the next term's actors wait for.
     """

@@ -140,9 +140,9 @@ class TrainerSettings:
 
     @property
     def lora_shape(self) -> LoraSettings | None:
-        """Return the adapters' settings that a resumed run must not change; None without adapters.
+        """Return the LoRA settings that a resumed run must not change; None without LoRA.
 
-        Only `publish_merged` may change; it is always False here.
+        A resumed run may change `publish_merged`, so this field is always False in the result.
         """
         return self.lora and replace(self.lora, publish_merged=False)
 

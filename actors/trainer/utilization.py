@@ -54,9 +54,9 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 def num_multiplied(model: PreTrainedModel, mixture: MixtureShape | None) -> float | None:
     """Return N of the MFU: the number of parameters that each token is multiplied with.
 
-    The input embedding is counted only if it is tied to the head, because its rows are only looked
-    up. Only the experts to which a token is routed are counted. A frozen parameter counts as two
-    thirds, because its own gradient is not computed.
+    A token only selects a row of the input embedding, so the embedding is not counted, unless the
+    embedding is tied to the head. Only the experts to which a token is routed are counted. A frozen
+    parameter counts as two thirds, because its own gradient is not computed.
 
     Returns: the number; None if the model has experts and the shape of its routing is not known.
     """

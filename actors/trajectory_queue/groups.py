@@ -29,7 +29,7 @@ RolloutState = Literal["pending", "handed_out", "finished", "gone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """A request to give a task to a group number that is free."""
+    """A request to create a group for a task, under a group number that has no task."""
 
     group_number: int
     task: Task
@@ -205,8 +205,9 @@ class Group:
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
         """Count the sampled tokens of a finished attempt that no step takes; all are untrained.
 
-        The cause is the attempt's outcome if the outcome's rule masks the attempt, which would
-        leave it untrained in any case. Otherwise the cause is `reason`.
+        The tokens are counted under `reason`. If the outcome's rule masks the attempt (keeps it out
+        of the loss), the tokens are counted under the mask's cause (`token_cause`), because a step
+        would not train them either. Tokens of left-out turns count under their turn's own reason.
         """
         summary = rollout.summary
         if summary is None:

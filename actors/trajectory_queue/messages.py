@@ -39,7 +39,10 @@ class StepTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """The P closed groups that a step has taken."""
+    """The groups that a step has taken from the queue, `groups_per_step` in number.
+
+    The groups are closed: all their rollouts have ended.
+    """
 
     step: int
     """The step's number, counted from 1."""
@@ -140,9 +143,9 @@ class QueueSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCut:
-    """The queue's state, and what has happened since the last cut.
+    """A report on the queue: its state, and the events since the previous report (the last cut).
 
-    A cut is part of every answer to the training loop. Each ledger event is in exactly one cut. All
+    Every answer to the training loop contains a cut. Each ledger event is in exactly one cut. All
     events up to the snapshot's last_event_seq are in this cut or in earlier cuts.
     `QueueState.drain` fills the fields up to `failed_groups`; the queue actor fills the others.
     """

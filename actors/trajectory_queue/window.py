@@ -2,8 +2,9 @@
 
 P groups make a step (`groups_per_step`). Groups are numbered k = 0, 1, 2, ... at admission, steps
 from 1. Group k may be admitted if floor(k / P) <= v + S, where v is the version that every ready
-engine holds, and S is `max_lag`. A step takes P closed groups, one after the other. Each must be
-one of the W numbers that begin with the oldest group that no step has taken.
+engine holds, and S is `max_lag`. A step takes P closed groups, one at a time. Each is chosen
+from W consecutive group numbers (`window_groups`), of which the first is the oldest number that no
+step has taken.
 
 Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Proof: if n
 groups are taken before group k, their numbers are below k + W and differ from k, so n <= k + W - 1.
@@ -211,12 +212,13 @@ def oldest_admitted_version(
     num_ahead: int = 0,
     republished: Sequence[int] = (),
 ) -> int:
-    """Return the oldest version whose tokens a group may contain; older tokens are stale.
+    """Return the oldest policy version whose tokens a group may contain; older tokens are stale.
 
     Group k is admitted only when all engines hold the weights of step max(0, floor(k / P) - S) or
-    of a later step; step 0 means the initial weights. The result is the first version of this step.
-    Tokens of the result or a newer version do not exceed the age bound when the group is trained. A
-    session may have older tokens, if a recovery admitted its group again with another number.
+    of a later step; step 0 means the initial weights. The function returns the version under which
+    the weights of step max(0, floor(k / P) - S) were published first. Tokens of this version or a
+    newer one do not exceed the age bound when the group is trained. A session may have older
+    tokens, if a recovery admitted the session's group again with another number.
 
     Args: group_number: k. algorithm: has P (groups_per_step) and S (max_lag). num_ahead: the policy
         version minus the number of trained steps, when the term began. republished: versions of

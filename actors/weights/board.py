@@ -182,10 +182,11 @@ class BoardStatus:
 
 
 def check_tokens(vocab_size: int) -> Int32s:
-    """Return the text that an engine scores if its publication has no text, [17] int32.
+    """Return the default text by which an engine is compared with the trainer: ids, [17] int32.
 
-    The text is fixed, with ids spread over the beginning of any vocabulary. The scores are
-    log-probabilities of the plain softmax (temperature 1), in nats.
+    Engine and trainer both score this text if a publication's `check` is None. The scores are
+    log-probabilities of the plain softmax (temperature 1), in nats. The token ids are fixed, and
+    spread over the beginning of any vocabulary.
     """
     return (7 * np.arange(NUM_CHECK_TOKENS, dtype=np.int32) + 3) % vocab_size
 
@@ -281,8 +282,9 @@ class Board:
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
         """Record that a replica is still starting, and how much work its start has done.
 
-        work: a measure of this work. The board sees progress only if `work` is greater than for all
-        starts since the last `_settle`, which says why.
+        work: a number that grows while the start makes progress. The board records progress only if
+        `work` is greater than in all reports, of all replicas, since the last `_settle`: starts
+        that crash again and again are not progress.
         """
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
@@ -327,11 +329,12 @@ class Board:
         self._is_held = is_held
 
     def next_for(self, replica_id: str) -> Publication | bool | None:
-        """Return the next work of a replica: the current publication, an order, or None.
+        """Return the next work of a replica: a publication to load, an order, or None.
 
-        A replica that lacks the current publication gets the publication. A replica that must begin
-        to hold its turns, so that it samples nothing, gets the order True. A replica that must
-        resume its turns gets the order False. Any other replica gets None.
+        - The current publication: the replica lacks the publication, and must load it.
+        - The order True: the replica must pause its turns, so that it samples nothing.
+        - The order False: the replica must resume its turns.
+        - None: the replica has nothing to do, or the board does not know the replica.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -433,11 +436,12 @@ class Board:
         return tuple(name for name in self.laggards() if name in self._waiting)
 
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
-        """Form a broadcast group of the members that still wait, and return the place of each.
+        """Form a broadcast group of waiting members, and return the seat (place) of each member.
 
-        The result is empty if none waits. After failed broadcasts, only some of the members get a
-        place. An engine that cannot take part makes its whole group fail, so groups become smaller
-        until this engine is in a group without other engines, fails and ends.
+        Members that do not wait are left out. If no member waits, the result is empty. After failed
+        broadcasts, only some of the members get a seat (`largest_group`). The reason: one engine
+        that cannot take part makes the broadcast fail for its whole group. In ever smaller groups,
+        the faulty engine is alone in the end, and ends itself after MAX_FAILED_BROADCASTS.
         """
         waiting = self.waiting()
         present = [name for name in members if name in waiting]

@@ -61,11 +61,11 @@ def is_output_lost() -> bool:
 
 
 def code_after(code: int) -> int:
-    """Return the exit code for a command whose result is its output.
+    """Return the exit code of a command that prints its result: 1 instead of 0 if printing failed.
 
-    code: the exit code if the output is complete. A 0 becomes 1 if a part of the output could not
-    be written, as on a full disk. A closed pipe changes nothing: its reader, such as `head`, wants
-    no more lines.
+    Any other `code` is returned unchanged. Printing fails if, for example, the output goes to a
+    file on a full disk. A closed pipe is not a failure: the pipe's reader, such as `head`, wants no
+    more lines.
     """
     return code or (EXIT_CUT_OFF if any(map(_is_cut_off, _failures)) else 0)
 

@@ -1,7 +1,8 @@
 """Find a sampled reply, or parts of it, in the messages of a later prompt.
 
-If a client begins a new conversation (a hand-off, a helper, a summary), only the text shows that it
-continues an earlier one. Pure; used by `ends`, which decides what is trained.
+A client may continue an earlier conversation in a new one (a hand-off, a helper, a summary). Only
+quoted text then shows that the two belong together. Pure; used by `ends`, which decides which turns
+are trained.
 """
 
 from __future__ import annotations

@@ -157,10 +157,10 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: Sample, right: Sample, turn: TurnSpan) -> bool:
-    """Return whether a turn was sampled once for both samples, and not twice with equal token ids.
+    """Return whether a turn with equal token ids in two samples was sampled only once.
 
-    Only tokens that both samples train are compared: all their log-probabilities must be equal.
-    Return False if there is no such token.
+    The log-probabilities decide: they must be equal for every token of the turn that both samples
+    train. Return False if there is no such token.
     """
     versions = left.versions[turn.tokens], right.versions[turn.tokens]
     trained = (versions[0] != NO_VERSION) & (versions[1] != NO_VERSION)

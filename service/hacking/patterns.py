@@ -440,12 +440,13 @@ def _failures(window: Window) -> Finding | None:
 
 
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
-    """Return whether low rewards became rarer, as if failed rollouts had replaced them.
+    """Return whether the additional failed rollouts seem to have replaced low rewards.
 
-    If each additional failed rollout would otherwise have got a low reward, the share of low
-    rewards falls by an amount that follows from `failed`. The share must have fallen by at least
-    FROM_BOTTOM of this amount, and by more than chance explains.
-    failed: increase of the share of failed rollouts.
+    If each additional failed rollout would have got a low reward, the share of low rewards among
+    graded trajectories falls by a known amount: with failed=0.1, from 30 % to 20/90 = 22 %. The
+    share must have fallen by at least FROM_BOTTOM times this amount, and by more than chance
+    explains.
+    failed: how much the share of failed rollouts has increased.
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])
@@ -457,9 +458,10 @@ def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
 
 
 def _growth_of_all(window: Window, mark: Bools) -> float:
-    """Return how much the share of marked graded trajectories has grown; negative if it fell.
+    """Return how much the share of marked trajectories has grown; negative if the share fell.
 
-    The share is computed among all rollouts, including failed ones.
+    The share is the number of graded trajectories with a mark, divided by the number of all
+    rollouts, including failed rollouts.
     """
     totals = window.num_rollouts
     counts = np.bincount(window.place[mark & window.is_graded], minlength=len(window.steps))

@@ -1,8 +1,9 @@
-"""A user's second verifier, which checks a sample of a step's trajectories and gives no reward.
+"""The shadow verifier: a user's function that gives trajectories a second score, but no reward.
 
-It is a reward function and is called like one (`actors.environment.reward_functions`), with the
-task's columns and the last reply. The sample depends only on the trajectories' ids. A missing score
-is not an error. In a run the verifier has a separate process, because it is the user's code.
+The function has the form of a reward function (`actors.environment.reward_functions`): it receives
+the task's columns and the last reply. `verdicts` checks only a sample of a step's trajectories.
+The sample depends only on the trajectories' ids. A missing score is not an error. In a run the
+function has a separate process, because the function is the user's code.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class ShadowVerifier:
         return None if score.value is None else float(score.value)
 
     async def score_group(self, group: Sequence[Trajectory]) -> Sequence[float | None] | str:
-        """Score the last replies of a group's trajectories together with the function.
+        """Score the last replies of all trajectories of a group in one call of the function.
 
         Returns: a score for each trajectory, or None for a trajectory that the function did not
         score. If the call failed, return the reason as a text.
@@ -173,7 +174,11 @@ class ShadowVerifier:
             return f"{name} raised {describe(root)}{f' ({at})' if at else ''}"
 
     def knows(self, task_id: str) -> bool:
-        """Return whether a task is in the current data."""
+        """Return whether the training data that the configuration names has a task with this id.
+
+        Generated tasks are in no data. For a task that is not in the data, the function receives
+        only the prompt.
+        """
         return self._tasks.find(task_id) is not None
 
     def _note_of_task(self, task_id: str) -> str:

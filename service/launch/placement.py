@@ -4,7 +4,8 @@ The parts are the run's actors: engines, trainer ranks, environment actors and t
 belongs to a role. A node offers a role by a custom Ray resource with the role's name. If any node
 offers a role, the parts of the role request a small amount of that resource, so that Ray places
 them on such nodes; otherwise they request only CPUs and GPUs. `cluster` calls this module before
-the start, and so does each term of the run.
+the run starts. Each term of the run (the time from a start or recovery to the next) calls this
+module when the term starts.
 """
 
 from __future__ import annotations

@@ -126,7 +126,11 @@ class RunView:
         metrics.parts.ranks_expected.set(config.trainer.num_ranks)
 
     def begin_term(self, lease: Lease) -> None:
-        """Show the rollout counts of the checkpoint from which a new term continues."""
+        """Reset the queue's values for a new term (the time from a start or recovery to the next).
+
+        The rollout counts are set to the counts in the checkpoint from which the term continues,
+        or to 0 if there is no checkpoint.
+        """
         snapshot = lease.queue_snapshot
         self.queue_stats = None
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
@@ -180,8 +184,8 @@ class RunView:
     async def picture(self, *, term: int, after: int) -> RunPicture:
         """Return the data of the run's web page, with the steps after step `after`.
 
-        term: the term in which the caller read its earlier steps; if another term runs, return all
-        steps.
+        term: number of the term (the time from a start or recovery to the next) in which the caller
+        read the step `after`. If the run now has another term, all steps are returned.
         Raises: StoreError.
         """
         history = await self._history_now()

@@ -38,9 +38,10 @@ class StoredMetrics:
                 self._count_events(kind, reason, count)
 
     def begin_term(self, step: StepRecord | None, evaluation: EvaluationRecord | None) -> None:
-        """Set the gauges to the step and the evaluation from which a term continues.
+        """Set the gauges when a term begins, at each start or recovery of the run.
 
-        If a record is None, its gauges show no value.
+        step, evaluation: the newest records that were not undone. If a record is None, its gauges
+        show no value.
         """
         with self._metrics.together():
             self._show_step(step)

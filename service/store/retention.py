@@ -41,8 +41,9 @@ def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozense
 
     - If a collapse of the reward is suspected: the newest step that is at least SLOW_STEPS before
       `collapsed_since`; if there is none, the oldest step.
-    - Otherwise: the milestone, which is the newest step that is at least MILESTONE_STEPS before
-      `steps[0]`; and the oldest step after the milestone, which becomes the milestone later.
+    - Otherwise two steps. The first is the milestone: the newest step that is at least
+      MILESTONE_STEPS before `steps[0]`. The second is the oldest step after the milestone; this
+      step will be the next milestone.
     - If no step is old enough for a milestone: the oldest step; no step if `steps[0]` is less than
       MILESTONE_STEPS.
 

@@ -56,7 +56,7 @@ class UserCalls:
                 self._notice(self._text(function))
 
     def ended(self, actor_id: str) -> None:
-        """Forget the memory of an actor that has ended, but keep its counts."""
+        """Leave an actor that has ended out of the memory metric, but keep the actor's counts."""
         self._resident_bytes.pop(actor_id, None)
         self._show_memory()
 

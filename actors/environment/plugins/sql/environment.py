@@ -252,7 +252,10 @@ class SqlEnvironment:
             await asyncio.to_thread(execution.close)
 
     def _database_of(self, data: SqlData) -> dict[str, str]:
-        """Return the database for the server: its `script`, or its `path` below the root."""
+        """Return a task's database in the form that `Execution.query` takes: a script or a path.
+
+        Raises: ValueError if the task names a database, but no such file exists below the root.
+        """
         if not data.database:
             return {"script": data.schema}
         root = Path(self._options.root or ".").expanduser().resolve()
