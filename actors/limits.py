@@ -38,12 +38,12 @@ OPEN = {"use_attribute_docstrings": True}
 
 
 def strict_unless_empty(**rule: object) -> dict[str, Any]:
-    """Return the `__pydantic_config__` of a class of task data that may also be empty.
+    """Return a `__pydantic_config__` for a class of task data; a task may also have no data.
 
-    Like STRICT, it forbids unknown entries. rule: keywords of JSON schema that data must satisfy
-    unless they are empty.
-    Example: strict_unless_empty(required=["question"]) allows {} and {"question": "…"}, but not
-        {"answer": "…"}.
+    The configuration forbids unknown entries, like STRICT. If a task has data, its data must
+    satisfy the rule. rule: keywords of JSON schema.
+    Example: with strict_unless_empty(required=["question"]), {} and {"question": "…"} are valid,
+        and {"answer": "…"} is not.
     """
     return {**STRICT, "json_schema_extra": {"if": {"minProperties": 1}, "then": rule}}
 

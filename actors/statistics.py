@@ -1,11 +1,12 @@
 """The table of statistics: each number that describes a training step has one entry in it.
 
-The parts that produce values, such as the trainer, use the names in the table
-(`Statistic.values`). The reduction, the step's record, the metrics, the report, the dashboard and
-docs/metrics.md are made from the table. A statistic that is not known at a step is absent from the
-step's record, never 0. To add a statistic, add an entry here and compute its values in the part
-that produces them: for the loss, one line in `actors/trainer/loss/micro_batch.py`. The module
-imports only the standard library.
+An entry has the name of the values, such as `kl`, and the way in which the values are reduced to
+one number, such as the mean. The parts that compute values, such as the trainer, use these names
+and reductions. The step's record, the metrics, the report, the dashboard and docs/metrics.md are
+made from the table. A statistic that is not known at a step is absent from the step's record,
+never 0. To add a statistic, add an entry here and compute its values in the part that produces
+them: for the loss, one line in `actors/trainer/loss/micro_batch.py`. The module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def _of(
     metric: str = "",
     name: str = "",
 ) -> tuple[Statistic, ...]:
-    """Return one statistic for each reduction, named after the values.
+    """Return the statistics of one kind of value, one for each reduction.
 
-    Example: values kl with reduction mean -> kl_mean
+    Example: `_of("kl", "mean", "max", ...)` returns the statistics kl_mean and kl_max.
     """
     return tuple(
         Statistic(

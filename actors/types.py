@@ -186,7 +186,10 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> slice:
-        """The slice of the turn's sampled tokens in the sample's columns."""
+        """The slice that selects the turn's sampled tokens from an array of the sample.
+
+        Example: `sample.logprobs[turn.tokens]`
+        """
         return slice(self.start, self.end)
 
 

@@ -21,7 +21,10 @@ Answer = TypeVar("Answer")
 
 
 class WorkerThread:
-    """A thread and background tasks for one event loop. No call blocks the event loop."""
+    """Runs slow functions in one thread, so that they do not block the event loop.
+
+    Also runs asyncio tasks that continue if their caller is cancelled. Belongs to one event loop.
+    """
 
     def __init__(self, name: str, *, expected: type[Exception] | tuple[()] = ()) -> None:
         """Create the thread.
@@ -45,9 +48,9 @@ class WorkerThread:
         return task
 
     async def finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Await `work`, a coroutine that makes calls of this thread, and return its answer.
+        """Await a coroutine, and return its answer. The coroutine may await `call` or `compute`.
 
-        The work is completed even if the caller is cancelled.
+        The coroutine is completed even if the caller is cancelled.
         """
         task = self._begun.begin(work)
         try:

@@ -206,7 +206,7 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> int:
-        """Return the token that ends a reply, although the chat's rendering does not show it.
+        """Find a reply's end token, which the template does not write at the end of a chat.
 
         Some templates write this token only if another message follows. So the chat is rendered
         with one more message. The end token is the first token after the reply.

@@ -236,9 +236,10 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Lower the length at which longrope switches its table in a model's small copy.
+    """Shorten the context above which longrope uses its long factors, in a model's small copy.
 
-    The short rows of the check then exceed this length too.
+    The check's short rows then exceed this context, as long rows of the run do. Nothing changes if
+    the model has another RoPE, or if the run's context is too short for the long factors.
 
     Returns: the longest context of the copy.
     """
@@ -297,8 +298,11 @@ def check_packing(
     that mix tokens outside the attention interface (convolutions, state-space models, linear
     attention) do not know where a sample ends. Every rank runs the same check before it shards.
 
-    Args: lengths: of the common start and of the rest of each sample. reference: the same
-        model with transformers' own attention, for the separate rows; None: `body` runs them too.
+    Args:
+        lengths: Tokens in the common start, in the rest of the first sample and in the rest of the
+            second sample.
+        reference: The same model with transformers' own attention, which runs the separate rows.
+            If None, `body` runs the separate rows.
     Raises: NotImplementedError if hidden states differ by more than rounding.
     """
     body.eval()

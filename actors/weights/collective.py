@@ -138,10 +138,14 @@ class Reception:
     ) -> None:
         """Start the thread.
 
-        Args: seat: the engine's place in the broadcast. manifests, checksums: one of each for every
-        group of weights. rank: this worker's rank; the engine's first worker has `seat.rank`.
-        address: the address at which other members reach this node. progress: the file to which
-        the thread writes its progress.
+        Args:
+            seat: The engine's place in the broadcast.
+            manifests: A manifest for each group of weights.
+            checksums: A checksum for each group of weights.
+            rank: This worker's rank in the broadcast. The engine's workers have consecutive ranks,
+                from `seat.rank` on.
+            address: The address at which other members reach this node.
+            progress: The file to which the thread writes its progress.
         """
         self.buffers = [torch.empty(each.num_bytes, dtype=torch.uint8) for each in manifests]
         self.manifests = tuple(manifests)
@@ -205,9 +209,10 @@ class Sender:
         threading.Thread(target=self._run, daemon=True, name="weights-sender").start()
 
     def offer(self, offer: Publication | None) -> None:
-        """Broadcast a version from now on, also to engines that start later; stop if it is None.
+        """Broadcast a version from now on to all engines that ask, even if they start later.
 
-        Args: offer: the version. Its buffers must be arrays, not references to Ray objects.
+        Args: offer: the version; None to broadcast nothing from now on. The version's buffers must
+        be arrays, not references to Ray objects.
         Raises: RuntimeError if the thread has ended.
         """
         self.check()

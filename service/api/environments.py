@@ -37,10 +37,10 @@ class EnvironmentsAnswer(StrictBody):
 
 
 def check_listed(environment: str | None, settings: HttpSettings) -> None:
-    """Check the environment in a request that lists the tasks of one environment.
+    """Check that the run has the environment whose tasks a request wants to list.
 
     environment: the name in the request; None if the request lists all tasks.
-    Raises: Problem if the run has no such environment, so that it has no such tasks either.
+    Raises: Problem if the run has no environment of this name.
     """
     known = (*settings.environments, SESSION, UPLOADED)
     if environment is not None and environment not in known:

@@ -140,8 +140,9 @@ class Guards:
         """Check a request's headers, host and key; return None if all are accepted.
 
         If a session's key is refused, return the answer that `app.state.check_session_key` made.
-        method: the method of the client's request. The method in `scope` is OPTIONS if the module
-        `door` asks in advance whether the request will be accepted.
+        Before the module `door` reads a large body, it sends the request's headers with the method
+        OPTIONS, to learn whether the request will be accepted.
+        method: the method of the client's request, even if `scope` has OPTIONS for this reason.
         Raises: Problem for every other refusal; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]

@@ -237,7 +237,10 @@ def _outcome(name: str | None) -> Outcome | None:
 
 
 def write_page(path: Path, view: TrajectoryView) -> None:
-    """Write a page to a temporary file and rename the file. Raises: OSError if this fails."""
+    """Write the HTML page of a trajectory to `path`, replacing an existing file atomically.
+
+    Raises: OSError if the page cannot be written.
+    """
     write_aside(path, page_with(trajectory_document(view)))
 
 

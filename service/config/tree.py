@@ -80,9 +80,10 @@ class Config:
 
     @property
     def members(self) -> dict[str, Config]:
-        """The configuration of each environment, by the environment's name in its tasks.
+        """The configurations of the environments, by the name in `Task.environment`.
 
-        A mixture has one configuration for each part; without a mixture, there is only this one.
+        A mixture has one configuration for each part, by the part's name. Without a mixture, the
+        only configuration is `self`.
         """
         if not self.mixture:
             return {self.tasks.environment: self}
@@ -118,7 +119,10 @@ class Config:
 
     @property
     def task_places(self) -> dict[str, Path]:
-        """Local files and directories of tasks, by the dotted key of the setting with the path."""
+        """Local task files and data sets, by the setting that names each.
+
+        Example: {"evaluation.sets.hard.file": Path("hard.jsonl")}
+        """
         named: dict[str, TasksSettings | EvaluationSetSettings] = {"tasks": self.tasks}
         named |= {f"mixture.{name}.tasks": each.tasks for name, each in self.mixture.items()}
         named |= {f"evaluation.sets.{name}": each for name, each in self.evaluation.sets.items()}

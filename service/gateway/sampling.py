@@ -207,11 +207,11 @@ class Sampler:
         return self._turn(pending, prompt, turn, reply, tree)
 
     def with_shown_names(self, request: ChatRequest) -> ChatRequest:
-        """Return a request without the authors' names that the chat template does not show.
+        """Return a copy of the request without the message names that the chat template hides.
 
-        An assistant's name and a name that only repeats the role are dropped. For any other name,
-        the setting `sessions.unsupported` decides whether it is dropped or refused. Raises:
-        Refused.
+        A hidden name is always removed if it is an assistant's, is empty or repeats the role. Any
+        other hidden name is removed only if `sessions.unsupported` is "ignore". Names of tool
+        results are kept. Raises: Refused for a hidden name that must not be removed.
         """
         template = self._renderer.under(request.template_options).template
         messages, ignored = list(request.messages), request.ignored
@@ -269,10 +269,10 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Return the new messages' number of characters if they cannot fit into the context, or 0.
+        """Count the characters of the new messages; return 0 if the messages may fit the context.
 
-        Messages that cannot fit are refused without tokenizing them: millions of tokens would delay
-        all other sessions.
+        Messages with too many characters are refused without tokenizing them, because millions of
+        tokens would delay all other sessions.
         """
         messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)

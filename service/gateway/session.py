@@ -75,8 +75,11 @@ class Session:
     ) -> None:
         """Rebuild the state of a stored session.
 
-        turns: in the order of their numbers. now: returns seconds since 1970. leaves_titles_out: as
-        in `SessionTree`.
+        Args:
+            turns: The session's turns, in the order of their numbers.
+            now: Returns the time in seconds since 1970.
+            leaves_titles_out: Whether turns that only make a title for a conversation are not
+                trained.
         """
         self.stored = stored
         self.tree = SessionTree(stored.id, leaves_titles_out=leaves_titles_out)
@@ -406,9 +409,9 @@ class Session:
     # -- calls of its client ------------------------------------------------------------------
 
     async def claim(self, name: str) -> None:
-        """Claim the session for an agent that joins its group.
+        """Give the unclaimed session to an agent, which then plays it. Raises: Refused.
 
-        name: chosen by the client for this agent. Raises: Refused.
+        name: the name that the client chose for the agent.
         """
         now = self._now()
         change = SessionClaimed(session_id=self.stored.id, name=name, claimed_at=now)

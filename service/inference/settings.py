@@ -86,7 +86,10 @@ class InferenceSettings:
 
     @property
     def names_parser(self) -> bool:
-        """Whether the settings name a parser of vLLM, which must then exist."""
+        """Whether tool_parser or reasoning_parser is neither auto nor none.
+
+        vLLM must then have a parser of this name.
+        """
         return not {self.tool_parser, self.reasoning_parser} <= {AUTO, NONE}
 
     @property

@@ -220,10 +220,11 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return a directory at the address that this run did not make; None if there is none.
+    """Return the name of a directory at the address that this run did not upload, or None.
 
-    Call this only if the address has no complete copy. Every directory of this run is then an
-    interrupted upload, and contains a record of its lease, which must be one of `leases`.
+    Call this only if the address has no complete copy. A directory then belongs to this run only if
+    it has an unfinished upload that recorded one of the run's leases.
+    leases: the digests of this run's own leases, by term (the lease's number).
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()

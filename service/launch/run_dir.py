@@ -268,10 +268,10 @@ def _check_writable(directory: Path) -> None:
 
 @contextmanager
 def held_alone(run_dir: RunDir) -> Iterator[None]:
-    """Lock the directory against other starts during the `with` block.
+    """Lock the directory during the `with` block, so that no other process can start in it.
 
-    If the directory may have a run, do nothing, because the lease in the run's database protects
-    it. Raises: ConfigError if another start holds the lock.
+    A directory that may already have a run is not locked: a lease in the run's database allows
+    only one process at a time to write. Raises: ConfigError if another process holds the lock.
     """
     if run_dir.may_have_run():
         yield

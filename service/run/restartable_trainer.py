@@ -49,7 +49,9 @@ class _KeptStep:
 
 
 class RestartableTrainer:
-    """The trainer of a whole term; call `start` first and `stop` last.
+    """The trainer of one term; call `start` first and `stop` last.
+
+    A term begins when a run starts, recovers, or returns to an earlier checkpoint.
 
     version: version of the weights. republished: versions that were made without a new step,
     because restarted ranks had other weights. shape: shape of the model; None before the start.
@@ -68,12 +70,16 @@ class RestartableTrainer:
     ) -> None:
         """Make the first group of ranks.
 
-        make_group: makes a group without starting it. parent: checkpoint to begin with; None to
-        begin with the base model. first_step: number of the first step to train. max_kept_bytes:
-        limit for the shards that are kept to train steps again. If they exceed it, the oldest are
-        dropped; until the next checkpoint, the loss of a rank then ends the term. on_restart:
-        called with a sentence for each replaced group. on_check: called by `watch` again and again
-        with the peak memory of each rank in bytes, or with an empty sequence if a rank is lost.
+        Args:
+            make_group: Makes a group without starting it.
+            parent: Checkpoint to begin with; None to begin with the base model.
+            first_step: Number of the first step to train.
+            max_kept_bytes: Limit for the shards that are kept to train steps again. If the shards
+                exceed the limit, the oldest are dropped. If a rank is then lost before the next
+                checkpoint, the term ends.
+            on_restart: Called with a sentence for each replaced group.
+            on_check: Called by `watch` again and again with the peak memory of each rank in bytes,
+                or with an empty sequence if a rank is lost.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -251,11 +257,11 @@ class RestartableTrainer:
     async def _ask(
         self, call: Callable[[TrainerGroup], Awaitable[_Result]], *, is_publish: bool = False
     ) -> _Result:
-        """Make a call of the group, and return the answer; if a rank is lost, repeat the call.
+        """Call the group of ranks, and return the answer. If a rank is lost, repeat the call.
 
-        If the restarted ranks have other weights than the lost ranks, these weights must be
-        published first: until then, a call that is not a part of the publication raises
-        WeightsMoved. is_publish: whether the call is a part of a publication.
+        A new group may have other weights than the lost ranks, under a new version number. Until
+        these weights are published, only calls that publish are made; all others raise
+        WeightsMoved. is_publish: whether the call publishes.
         """
         while True:
             if self._must_publish and not is_publish:
@@ -327,9 +333,10 @@ class RestartableTrainer:
     async def _take_over(self) -> None:
         """Choose the version number of the new ranks' weights, and tell it to the ranks.
 
-        The weights get the next number if they differ from the lost ranks' weights, and if an
-        engine may have loaded the lost ranks' weights. Otherwise they keep the current number; if
-        they were sent to the weight board before, they are sent again.
+        If the new weights differ from the lost ranks' weights, and an engine may have loaded the
+        lost ranks' weights, the new weights get the next number. Otherwise the new weights keep
+        the current number. If the weights of the current number were sent to the weight board
+        before, the new ranks then send their weights again.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

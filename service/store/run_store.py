@@ -97,17 +97,20 @@ class RunStore(ReadOnlyStore):
         replaces: str = "",
         returns_to: str = "",
     ) -> Lease:
-        """Begin a new term and return its lease; owners of older terms can then write nothing more.
+        """Take a new lease of the run; the owners of older leases can then write nothing more.
 
-        A database of an older format is migrated in the same transaction (`move_forward`).
+        The number of the new lease, its term, is one higher than the newest term. A database of an
+        older format is migrated in the same transaction (`move_forward`).
         Args: owner: HOST:PID of the caller. directory: the run directory. passed_over: directories
-        of unusable checkpoints; the term continues from the newest other checkpoint. follows: the
-        caller's own term, which must still be the newest. unless_held: whether to refuse if the
-        run's owner is alive. replaces: HOST:PID of an owner that is known to be dead. returns_to:
-        directory of the checkpoint to continue from; everything committed after it is undone. If
-        the run can no longer return to this checkpoint, the newest checkpoint is used.
-        Raises: LeaseHeld; LeaseLost; StoreError if there are checkpoints but all are passed over,
-        and for a run of another kind.
+        of unusable checkpoints; the run continues from the newest other checkpoint. follows: term
+        of the lease that the caller already has; None if the caller has no lease. unless_held:
+        whether to refuse if the run's owner is alive. replaces: HOST:PID of an owner that is known
+        to be dead. returns_to: directory of the checkpoint to continue from; everything committed
+        after this checkpoint is undone. If the run can no longer return to this checkpoint, the
+        newest usable checkpoint is used.
+        Raises: LeaseHeld if `unless_held` is set and the owner is alive; LeaseLost if `follows` is
+        not the newest term; StoreError if there are checkpoints but all are passed over, or if the
+        stored run is of another kind than `kind`.
         """
         moved: list[int] = []
 
@@ -259,7 +262,8 @@ class RunStore(ReadOnlyStore):
     def write_of_no_term(self, body: Callable[[Connection], Result]) -> Result:
         """Call `body` in a transaction that checks no lease, and return the result.
 
-        Use it only for rows that belong to no term, such as rows with keys. Raises: StoreError.
+        Use this method only for rows that belong to no term, such as the API keys of the run.
+        Raises: StoreError.
         """
         return self._database.write(body)
 

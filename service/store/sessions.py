@@ -155,19 +155,20 @@ class SessionStore:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
         Returns: the indices of the changes that came too late and were not stored. These are:
-        - a claim, a turn or an end of an unknown session
-        - a claim or a turn of a session that has ended, or whose submission is cancelled or over
-        - a turn whose number another turn has
-        - an end of a session that has another end, unless the session still waits for its reward
+        - a claim, a turn or an end, if the session is unknown
+        - a claim or a turn, if the session has ended, or its submission is cancelled or over
+        - a turn, if a different turn is stored under the same number
+        - an end, if a different end is stored, unless the stored end still waits for a reward
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
 
 
 def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, why: str) -> None:
-    """End the open sessions of these submissions as discarded; `why` is the reason that is stored.
+    """End the open sessions of submissions that were cancelled or are over.
 
-    The submissions will no longer be played.
+    Each session ends as discarded and gets an entry in the feed. why: the reason that is stored
+    with the end.
     """
     sessions, now = tables.sessions.c, time.time()
     found = connection.execute(

@@ -178,7 +178,7 @@ def _backward(
     With at most _FLOAT32_KEYS keys the kernel is faster in float32, so that bfloat16 inputs are
     converted, and their gradients are float32. Otherwise gradients have the inputs' type.
 
-    Args: inputs: gradient of out, query, key, value and out, [N, H, L, D] each.
+    Args: inputs: (grad_out, query, key, value, out), each [N, H, L, D].
     """
     if inputs[2].shape[2] <= _FLOAT32_KEYS:
         inputs = [each.to(normalizer.dtype) for each in inputs]
@@ -198,7 +198,12 @@ def _slots(plan: AttentionPlan) -> list[tuple[int, torch.Size]]:
 
 
 def _bucket_rows(rows: Tensor, start: int, bucket: torch.Size) -> Tensor:
-    """Return one padded bucket, as a view [num_pieces, H, length, D] of all buckets [S, H, D]."""
+    """Return a view of one bucket, a group of pieces that are padded to the same length.
+
+    Args: rows: the padded rows of all buckets, [S, H, D]. start: the bucket's first row.
+    bucket: the bucket's number of pieces and their padded length.
+    Returns: [num_pieces, H, length, D].
+    """
     stop = start + bucket.numel()
     return rows[start:stop].unflatten(0, bucket).transpose(1, 2)
 
@@ -216,7 +221,10 @@ def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
-    """Undo `_pad`: return the rows of tokens [T, ...] from those of all padded buckets."""
+    """Undo `_pad`: return the rows of tokens [T, ...] without the padding.
+
+    Args: parts: the padded rows of each bucket, in the plan's order.
+    """
     slots = parts[0] if len(parts) == 1 else torch.cat(parts)
     return slots.index_select(0, plan.scatter)
 

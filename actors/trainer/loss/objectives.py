@@ -125,8 +125,8 @@ def scale_negative(advantages: Tensor, *, negative_weight: float) -> Tensor:
     """Multiply negative advantages by a weight.
 
     A' = A if A > 0, otherwise negative_weight A. With weight 0, only tokens of positive advantage
-    are trained.   Source: for weight 0, filtered policy gradient (RAFT, arXiv 2304.06767;
-    deviation: the baseline is computed from the whole group).
+    are trained, as in the filtered policy gradient.   Source: RAFT, arXiv 2304.06767 (deviation:
+    the baseline is computed from the whole group).
 
     Args: advantages: [M] float32. negative_weight: >= 0.    Returns: [M] float32.
     Example: advantages [2, -2], weight .25 -> [2, -.5]

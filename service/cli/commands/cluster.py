@@ -122,8 +122,9 @@ _TOKEN_LIMIT_S = 60.0
 # local run leaves one; the head then rejects a worker without `RAY_AUTH_MODE=token` and the same
 # token.
 def cluster_commands(host: str, *, port: int) -> str:
-    """Return the commands that start Ray on all machines. Create the token if it is missing.
+    """Return the commands that start Ray on all machines.
 
+    The commands contain Ray's authentication token, which Ray creates now if there is none.
     host: the address at which other machines reach the head. port: the head's port.
     Raises: ConfigError if Ray provides no token.
     """
