@@ -1,10 +1,11 @@
 """Make prompts by appending tokens, so that the tokens of earlier turns stay as they are.
 
-A prompt is the last prompt + the sampled tokens + the delta, the tokens of the new messages. The
-delta is found by rendering the new messages after two invented chats (`dummy_chats`). It is used if
+The next prompt is the last prompt, then the sampled tokens, then the tokens of the new messages
+(the delta). To find the delta, the new messages are rendered after two invented chats
+(`dummy_chats`). The delta is used if
 
-- both dummy chats give the same delta,
-- a dummy chat's own rendering stays the same before the new messages (one part may disappear),
+- it is the same after both dummy chats,
+- new messages do not change the rendering of the chat before them (one part may disappear),
 - the delta has the text of every new message, and the real chat's rendering ends with the delta.
 
 Otherwise the whole chat is rendered, and the reason is counted. The rendering must show the text of
@@ -107,7 +108,7 @@ class BreakReason(StrEnum):
 
     @property
     def branch_reason(self) -> BranchReason:
-        """The branch reason to record if the newly rendered prompt begins a new sample."""
+        """The value of `Sample.branch_reason` if the rendered prompt extends no earlier sample."""
         is_retokenised = self is BreakReason.RETOKENISED
         return BranchReason.RETOKENISED if is_retokenised else BranchReason.TEMPLATE
 
@@ -518,8 +519,9 @@ class ChatRenderer:
         """Return how many tokens between a reply's text and the new messages close the reply.
 
         Args: tail_ids: the tokens after the reply's text if new messages follow. closing_ids: the
-        tokens after the text if the chat ends with the reply. The tokens with which both begin
-        close the reply. If `closing_ids` is empty, only an end token at the start does.
+        tokens after the text if the chat ends with the reply.
+        Returns: the number of tokens at the start that are equal in both. If `closing_ids` is
+        empty: 1 if `tail_ids` begins with an end token, otherwise 0.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -536,11 +538,11 @@ class ChatRenderer:
 
 
 def _head(text: str, question: str, mark: str) -> str:
-    """Return the start of a dummy chat's rendering, which new messages must not change.
+    """Return the start of a dummy chat's rendering, up to the question before the reply.
 
-    It ends with `question`, before the reply. Text after `question`, up to `mark`, may change if
-    messages follow: some templates show the thought of the newest reply only.
-    mark: the reply's last text.
+    New messages must not change this start. The text after the question may change: some templates
+    show the thought of the newest reply only. If the question is missing, return the text before
+    `mark`, the reply's last text.
     """
     before, _, _ = text.partition(mark)
     head, found, _ = before.rpartition(question)

@@ -1,9 +1,10 @@
 """Check whether a rendering shows the texts of a chat's messages.
 
-Templates drop messages, move them, trim and escape them. So two renderings are checked for each
-text. In one, a mark that occurs nowhere else replaces the text, and must be shown. The other has
-the text itself, and must show the words of the text in their order. `rendering` and
-`template_traits` use this module.
+A template may drop or move a message, and trim or escape a text, so a search for the unchanged text
+is not enough. Instead, each text is checked in two renderings of the chat. The first has the text
+itself, and must show the words of the text in their order. The second has a mark, a word that
+occurs nowhere else, in place of the text, and must show the mark; otherwise the words in the first
+could come from another message. `rendering` and `template_traits` use this module.
 """
 
 from __future__ import annotations
@@ -148,15 +149,19 @@ def unshown(
 ) -> Iterator[Said]:
     """Yield the texts of a chat that the chat's rendering does not show.
 
-    A text is shown if the rendering has its words, and if the template also shows a mark (a unique
-    word) that replaces the text or is appended to it.
+    A text is yielded if it fails at least one of two tests:
+    - The rendering has the words of the text. This test is left out for the content of a reply,
+      because a template may remove a thought from the content.
+    - The template shows a mark (a unique word) that replaces the text. For the content of a
+      message, a mark that is appended to the content is enough.
 
     Args:
-        text: The rendering.
-        marks: The marks that a second rendering shows, in which a mark replaces each text
-            (`marked`); None if the template refused that rendering.
-        in_place: Called for a text whose mark is not in `marks`. It renders the chat with the mark
-            appended to the text (`with_mark`), and returns whether the mark is shown.
+        text: The rendering of the chat.
+        marks: The marks in a second rendering of the chat, which has a mark in place of each text
+            (`marked`). None if the template refused to render this; then the second test is left
+            out.
+        in_place: Called for a content whose mark is not in `marks`. It renders the chat with the
+            mark appended to the content (`with_mark`), and returns whether the mark is shown.
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:
@@ -186,13 +191,15 @@ def only_moves(
 ) -> bool:
     """Return whether a rendering lacks its expected end only because system texts were moved.
 
-    Some templates (Mistral Nemo) move the system text into the newest message of the user. Then the
-    rendering does not end with `tail`, the text of the new messages. The caller may append `tail`
-    nevertheless, because the prompt keeps the system text at its first place.
+    The caller appends `tail`, the text of the new messages, to the tokens of the chat. Usually the
+    rendering of the whole chat ends with `tail`. But some templates (Mistral Nemo) move the system
+    text into the newest message of the user. If nothing else differs, the caller may still append
+    `tail`, because the tokens have the system text already, where it was at first.
 
     If a system text has another effect, such as a choice of the template's mode, the result is
-    False. It is True only if the rendering without system texts lacks just one part, and if marks
-    in place of the system texts change nothing else. White space is not compared.
+    False. So the system texts may only insert one part into the rendering that lacks them, and
+    marks in place of the system texts must give the same rendering except for the marks. White
+    space is not compared.
 
     Args: text: the rendering of the chat. history: the chat up to the reply. bare: the rendering
     without system texts. with_marks: the rendering of the chat after `marked_system`.

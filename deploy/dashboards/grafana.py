@@ -198,7 +198,11 @@ def _of_newest_step(statistic: str) -> str:
 
 
 def _with_window(query: str) -> str:
-    """Return a query with [$several_steps] replaced by a window that fits a step's duration."""
+    """Return a query with [$several_steps] replaced by a time window that holds several steps.
+
+    The query has an alternative for each of WINDOWS. Its conditions select the alternative that
+    fits the duration of the newest step.
+    """
     if "$several_steps" not in query:
         return query
     return "\nor ".join(

@@ -2,8 +2,8 @@
 
 The whole request is checked before any part is stored; the answer has a result for each trajectory
 (accepted, duplicate or rejected). A complete group is submitted before the answer. If the
-submission is refused, the client sends the same request again: its trajectories are then
-duplicates, and the group is submitted.
+submission is refused, the trajectories stay stored, and the client sends the same request again.
+The request then submits the group, and its trajectories count as duplicates.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ class UploadAnswer(StrictBody):
 
 
 def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the OpenAPI text of a body, which FastAPI cannot derive from msgspec's type."""
+    """Return the OpenAPI description of a request body that is either JSON or MessagePack.
+
+    FastAPI cannot derive the description, because the body's type is a `msgspec.Struct`.
+    """
     (reference,), definitions = msgspec.json.schema_components([kind])
     schema = _inlined(reference, definitions)
     content = {media_type: {"schema": schema} for media_type in ("application/json", MSGPACK)}

@@ -156,10 +156,11 @@ def _own(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file is in the working directory and not installed.
+    """Return whether a file is the user's own and should have the same path at a resume.
 
-    If Ray has unpacked the working directory from a package, the answer is False for all files: the
-    directory then has another path on each cluster.
+    Such a file is in the working directory, but not in an installed package. If Ray has unpacked
+    the working directory from a package, the answer is False for all files, because the directory
+    gets another path on each cluster.
     """
     moves = {"site-packages", "runtime_resources"} & set(file.parts)
     return file.is_relative_to(Path.cwd()) and not moves

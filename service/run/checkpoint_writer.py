@@ -41,8 +41,9 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: function through which the trainer is called; its argument makes the call. If
-        restarted ranks have other weights than the lost ranks, it first publishes these weights.
+        call_trainer: function that makes a call of the trainer: `await call_trainer(call)` awaits
+        `call()`. If the trainer's ranks were restarted and have other weights, the function
+        publishes these weights and repeats the call.
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = parts.parent
@@ -90,11 +91,11 @@ class CheckpointWriter:
             await self._save(last_step)
 
     def is_due(self, last_step: int, begun_at: float) -> bool:
-        """Return whether the loop must commit evicted rollouts now, while it waits for a step.
+        """Return whether the loop must call `commit_evicted` now, while it waits for a step.
 
         A commit is due after a certain number of evictions, or if there was any eviction and a
-        certain time has passed. Only a run with clients' tasks needs this; a run with its own tasks
-        fails after a limited number of failed groups.
+        certain time has passed. In a run without clients' tasks no such commit is due: the
+        run ends after too many failed groups in a row.
         begun_at: time at which the loop began to wait.
         """
         if self._writing is not None or not self._parts.has_clients:

@@ -511,7 +511,9 @@ class Supervisor:
                 return None
 
     async def _take_lease(self) -> Lease:
-        """Take the lease of a new term; show the rollout counts of the checkpoint where it begins.
+        """Take the lease of a new term, and return it.
+
+        The run's status then shows the rollout counts of the checkpoint where the term begins.
 
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """

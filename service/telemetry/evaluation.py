@@ -80,8 +80,8 @@ def evaluation_record(
 def sampling_of_parts(sets: Sequence[EvaluationSet]) -> Sampling:
     """Return the sampling settings to store in the record of an evaluation of all held-out tasks.
 
-    The held-out tasks consist of the sets with `is_part`, which may have different settings. In
-    this case, return the first set's settings without pass@k.
+    The held-out tasks consist of the sets with `is_part`. If all these sets have the same settings,
+    return them. Otherwise, return the first set's settings without pass@k.
     """
     first, *others = (each.sampling for each in sets if each.is_part)
     return first if all(each == first for each in others) else replace(first, ks=())

@@ -32,7 +32,10 @@ def event(data: Mapping[str, Any], *, name: str = "") -> bytes:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Yield at most NUM_PIECES pieces of a text, none of them empty. Example: "abc" -> a, b, c."""
+    """Yield the pieces in which a streamed answer sends a text that is already complete.
+
+    There are at most NUM_PIECES pieces, none of them empty. Example: "abc" -> a, b, c.
+    """
     size = math.ceil(len(text) / NUM_PIECES)
     return (text[start : start + size] for start in range(0, len(text), size or 1))
 
