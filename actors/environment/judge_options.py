@@ -228,8 +228,9 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 
 
 def _field_of(reply: str, path: str) -> Any:
-    """Find the last JSON object in a reply that has a field; return the field's value, or None.
+    """Return the value of a field in a judge's reply; None if the field is missing or null.
 
+    If several JSON objects in the reply have a value for the field, the last object counts.
     path: the field's name, such as "score", or "verdict.score" for a field of the object `verdict`.
     """
     found, decoder, start = None, json.JSONDecoder(), reply.find("{")

@@ -322,11 +322,12 @@ def trajectory_weights(
 
 
 def share_of(size: Float64s, *, part: Float64s, whole: Float64s) -> Float64s:
-    """Return the share of `size` that one update of a step gets: `size * part / whole`.
+    """Divide a step's members without a signal among its updates; return the share of one update.
 
-    Each argument has three numbers: of tokens, of trajectories and of groups, [3] float64.
-    Args: size: the members without a signal. part: what the update trains. whole: what the step
-    trains.
+    The share is `size * part / whole`. Each argument has three numbers: of tokens, of trajectories
+    and of groups, [3] float64.
+    Args: size: the members without a signal. part: the members that the update trains. whole: the
+    members that the step trains.
     Example: 10 tokens without a signal, an update of 3 of the step's 12 trained tokens -> 2.5
     """
     return size * part / np.maximum(1, whole)

@@ -242,10 +242,10 @@ class SubmissionQueue:
     def _reply(
         self, offer: Offer, new: Mapping[str, PlaceAnswer], over: Mapping[str, SubmissionView]
     ) -> SubmitReply:
-        """Make the reply to a request (`offer`) that was accepted.
+        """Return the reply to a request (`offer`) that was accepted.
 
-        new: the places in the backlog of tasks that the request added, by id. over: states of the
-        request's tasks that have ended already, by id.
+        new: the places of newly accepted tasks, by task id. over: the states of tasks that had
+        ended before the request, by task id.
         """
         return SubmitReply(
             places=tuple(
@@ -351,7 +351,7 @@ class SubmissionQueue:
     ) -> SubmitReply | None:
         """Return the reply that refuses tasks beyond the limits of their API key, or None.
 
-        ahead: tasks that earlier offers add to the backlog before these tasks; they count too.
+        ahead: tasks of earlier requests that are not in the table yet; those of the key count too.
         """
         name = new[0].key_name
         for limit, measure, count in (
@@ -488,7 +488,7 @@ class SubmissionQueue:
         return self._table.group_of(submission_id) if submission_id in self._table else None
 
     async def _cancel(self, submission_id: str, group: str | None, term: int) -> bool:
-        """Store that a submission is cancelled; return False if its group or term has changed."""
+        """Store a submission's cancellation; return False if its group or the lease has changed."""
         async with self._changing:
             if (self._group_of(submission_id), self._term) != (group, term):
                 return False
@@ -501,7 +501,8 @@ class SubmissionQueue:
     async def archive(self, kept: Sequence[int]) -> None:
         """Store the final states of submissions that are over, and remove these from memory.
 
-        Args: see `SubmissionTable.over`, which selects the submissions. Raises: LeaseLost.
+        A submission is over if its rollouts will never be played again. `SubmissionTable.over`
+        decides this and explains the arguments. Raises: LeaseLost.
         """
 
         async def archive() -> None:
@@ -530,10 +531,10 @@ class SubmissionQueue:
             self._table.forget(view.id)
 
     async def fill(self, slots: Sequence[OpenSlot]) -> list[GroupRequest]:
-        """Give the first submissions of the backlog to the trajectory queue's free group numbers.
+        """Return groups for the trajectory queue to admit, one for each of the next submissions.
 
-        If the backlog is empty, wait up to WAIT_S for a submission.
-        slots: the free numbers. Returns: a group to admit for each submission that got a number.
+        If no submission waits, wait up to WAIT_S for one.
+        slots: the queue's free group numbers, which limit how many groups are returned.
         Raises: LeaseLost, StoreError.
         """
         self._has_news.clear()
@@ -577,9 +578,10 @@ class SubmissionQueue:
             self._has_events.set()
 
     def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
-        """Return the feed's new entries about the ledger's events up to `last_event_seq`.
+        """Return new entries of the feed, in which clients read what became of their tasks.
 
-        The caller stores them with a checkpoint; each entry is returned only once.
+        Each entry reports a ledger event up to number `last_event_seq`, and is returned only once.
+        The caller stores the entries with a checkpoint.
         """
         entries, now = [], time.time()
         for event in self._unpublished:

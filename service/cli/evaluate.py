@@ -92,9 +92,9 @@ def run_evaluate(
     """Play the tasks, print the results, write the rollouts, and return the exit code.
 
     run: the run's directory; None if the user named a configuration instead.
-    checkpoint: a checkpoint's name in the run, or its directory. None plays the run's newest
-    checkpoint, or without a run the configured model.
-    uses_model: play the configured model instead of a checkpoint.
+    checkpoint: a checkpoint's name in the run, or a checkpoint's directory. If None, the run's
+    newest checkpoint plays. If `run` is None too, the configured model plays.
+    uses_model: play the configured model, whatever `run` and `checkpoint` are.
     set_name: a name in evaluation.sets; empty for the run's own held-out tasks.
     num_tasks: number of tasks to play, from the beginning of the set; None plays all.
     Raises: ConfigError if the arguments are refused; KeyboardInterrupt if a signal arrives. Both
@@ -205,10 +205,11 @@ def _out(named: Path | None, run: Path | None, label: str) -> Path:
 
 
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
-    """Return the model that plays the tasks, as a directory that engines can load.
+    """Return the model that plays the tasks, in a form that engines can load.
 
-    checkpoint: a checkpoint to export to the directory `config.model.path`; None for the configured
-    model. scratch: the command's temporary run directory, in which a tiny model is built.
+    checkpoint: None if the configured model plays. A checkpoint is exported to `config.model.path`,
+    which the caller has set to a temporary directory.
+    scratch: the command's temporary run directory, in which a tiny model is built.
     """
     if checkpoint is None:
         model = model_path(config, scratch)

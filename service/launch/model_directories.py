@@ -322,9 +322,9 @@ def _downloaded_smollm2(scratch: Path) -> Path:
 def fetched_model(url: str, *, key: str, tell: Callable[[str], None]) -> Path:
     """Return the local copy of a model directory at a URL; download it if the cache lacks it.
 
-    Download it again if its content has changed. For a directory that Rayloom uploaded, such as an
-    export, the files' digests show a change. For other directories, sizes are compared, and entity
-    tags, digests or times, whichever the file system has.
+    Download the directory again if a file at the URL has changed. Files that Rayloom uploaded, such
+    as an export, are compared by their SHA-256. Other files are compared by size and by what the
+    file system lists: an entity tag, a digest or a time.
     Args: key: the setting that names the URL, for messages. tell: called with a sentence before a
     download. Raises: ConfigError.
     """

@@ -79,9 +79,10 @@ class HackingWatch:
         return self._findings
 
     def begin_term(self, term: int, notice: Callable[[str], None]) -> None:
-        """Tell the thread to read what earlier terms have stored; the first call starts the thread.
+        """Begin to audit a term, which a start, a resumption or a recovery of the run begins.
 
-        notice: function that shows a notice to the user; the thread calls it.
+        The first call starts the thread. In each term the thread first reads what earlier terms
+        have stored. notice: function that shows a notice to the user; the thread calls it.
         """
         self._notice = notice
         self._todo.put((term, None))
@@ -114,9 +115,9 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Read the findings and the newest steps of earlier terms from the run's files.
+        """Read the findings and the newest steps from before this term from the run's files.
 
-        Steps that a later term undid are left out.
+        Steps that a return to a checkpoint undid are left out.
         """
         self._detector, self._findings = Detector(), ()
         if not any(self._run_dir.journal.glob("*.journal")):

@@ -78,7 +78,7 @@ class StepRecord(StepReport):
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward if the environment knows the best return, else the plain reward."""
+        """The mean reward as a share of the best possible one if that is known, else unscaled."""
         scaled = self.value("scaled_reward_mean")
         return self.value("reward_mean") if scaled is None else scaled
 
@@ -153,7 +153,7 @@ class EvaluationRecord:
 
     @property
     def best_known_reward(self) -> float | None:
-        """The scaled reward if the environment knows the best return, else the plain reward."""
+        """The mean reward as a share of the best possible one if that is known, else unscaled."""
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 
@@ -234,10 +234,10 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
 
 
 def _fitting(parts: Sequence[tuple[int, str]]) -> str:
-    """Join the most important parts that fit into LINE_WIDTH characters.
+    """Join texts to a line; if it is longer than LINE_WIDTH, leave out the least important texts.
 
-    parts: importance and text of each part, in the order of the line. The parts of the greatest
-    importance are always kept.
+    parts: importance and text, in the order of the line. Texts of the greatest importance are kept
+    even if the line is then too long.
     """
     kept = list(parts)
     while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:

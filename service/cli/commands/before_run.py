@@ -161,8 +161,8 @@ def check(
 ) -> None:
     """Check a configuration as `rayloom train` does, and print all settings with their meaning.
 
-    The data are read, and the functions are imported and called. Comments at the end describe the
-    model's chat template.
+    The data are read, and the functions are imported and called. The settings are printed as a
+    configuration file, which ends with comments about the model's chat template.
     """
     settings = run_configuration(
         config,

@@ -1,10 +1,12 @@
-"""Questions that documents answer, with a search by BM25 over them.
+"""Questions about a set of documents, which the policy searches by BM25.
 
 A task's data: `question`; `answers`, one right answer or several alternatives; and, if known,
 `documents`, the ids of the documents with the answer. Without data the question is made from the
-seed, about generated documents. In a turn the policy either calls `search` and `read`, and each
-call is answered with documents or an error; or it gives the final answer: the text of the last
-`<answer>…</answer>` or, without these tags, the whole visible text. The answer ends the task.
+seed, about generated documents.
+
+A turn with calls of `search` or `read` is answered with documents or errors. A turn without calls
+is the final answer and ends the task. The answer is the text of the last `<answer>…</answer>` or,
+without these tags, the whole visible text.
 
 The option `reward` chooses the reward of the answer, `f1` or `exact_match` (see `grade_answer`).
 The answer's turn has the components `f1`, `exact_match` and `num_searches`. If `documents` are
@@ -224,10 +226,10 @@ def normalised(text: str) -> str:
 
 
 def grade_answer(answer: str, truths: Iterable[str]) -> dict[str, float]:
-    """Score an answer from 0 to 1 against the true answer that fits best: exact_match and f1.
+    """Return an answer's exact_match (0 or 1) and f1 (0 to 1); of several truths the best counts.
 
-    F1 = 2 hits / (words of the answer + words of the truth). A word that occurs twice in both
-    counts twice.
+    F1 = 2 common words / (words of the answer + words of the truth), after `normalised`. A word
+    that occurs twice in both texts is two common words.
 
     Example: grade_answer("in the city Rome", ["Rome", "Roma"]) -> exact_match 0, f1 1/2
     """
