@@ -410,8 +410,8 @@ def _config_arguments(config: ConfigLike | None, scratch: Path) -> list[str]:
 def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each setting: {"run": {"steps": 2}} -> ("run.steps", 2).
 
-    A mapping is one value if a key cannot be part of such a path, as in {"my.py:score": 0.2}. In
-    other mappings a key may be a path: {"trainer": {"lora.rank": 8}} -> ("trainer.lora.rank", 8).
+    A key may itself be a path: {"trainer": {"lora.rank": 8}} -> ("trainer.lora.rank", 8). A mapping
+    with a key that cannot be part of a path, as in {"my.py:score": 0.2}, is yielded as one value.
     """
     for name, value in settings.items():
         inner = f"{path}.{name}" if path else name

@@ -152,7 +152,10 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether options of this class are objects of the class, not dicts (TypedDict)."""
+    """Return whether the values of a class of options are instances of the class.
+
+    False for a TypedDict, whose values are plain dicts.
+    """
     return not issubclass(section, dict)
 
 
@@ -231,12 +234,12 @@ def _unknown_names(annotation: Any) -> str:
 def _signature_of(
     factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
 ) -> inspect.Signature:
-    """Return the signature of a factory; annotations that are texts are replaced by types.
+    """Return the signature of a factory, with types in place of annotations that are strings.
 
-    If the texts cannot be evaluated, they stay. If the factory has no signature, like some classes
-    written in C, return a signature that takes any arguments.
-    unknown: for the recursive call: the undefined names that were found in the annotations so far,
-    each with the type variable that replaces it.
+    If the annotations cannot be evaluated, they stay strings. If the factory has no signature, like
+    some classes written in C, return a signature that takes any arguments.
+    unknown: undefined names in the annotations, each with the type variable that replaces the name.
+    Only the recursive call passes this argument.
     """
     called: Any = get_origin(factory) or factory
     try:

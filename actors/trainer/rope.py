@@ -27,8 +27,8 @@ def fix_rope(model: PreTrainedModel, *, max_context_tokens: int) -> None:
     context of the pretraining, otherwise the short factors.   Source: vLLM,
     `Phi3LongRoPEScaledRotaryEmbedding` (transformers chooses again in each forward pass).
 
-    Raises: NotImplementedError for dynamic RoPE, whose table cannot be made equal, and as
-    `longrope_table`.
+    Raises: NotImplementedError if the model has dynamic RoPE, for which no single table exists, or
+    if `longrope_table` raises it.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -1,9 +1,10 @@
-"""The queue as one pure state machine, with window, groups, ledger and bounds.
+"""The queue's state and rules, as a state machine without I/O. Called only by the queue actor.
 
-Invariants: the ledger balances after every call; a rollout is handed out to one actor at a time,
-and only a result of the attempt that this actor plays is accepted (a late result is refused and
-counted); the bounds never hold back a rollout of the step that is being collected, because that
-could cause a deadlock. Called only by the queue actor.
+The state has the admission window, the groups, and the ledger, which counts the rollouts.
+Invariants: after every call, admitted rollouts = trained + evicted + in flight. A rollout is handed
+out to one actor at a time. Only a result of the attempt that this actor plays is accepted; a late
+result is refused and counted. The bounds of `QueueSettings` never hold back a rollout of the step
+that is being collected, because that could cause a deadlock.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class QueueState:
         snapshot: QueueSnapshot | None = None,
         keeps_taken: bool = False,
     ) -> None:
-        """Start from a snapshot; every rollout that was in flight is pending again.
+        """Start from a snapshot. Rollouts in flight that no step has taken are played again.
 
-        keeps_taken: whether the training loop still has the taken steps; if not, they count as
-        untaken.
+        keeps_taken: whether the taken steps stay taken, because the training loop still has them.
+        If False, these steps are rolled back, and their rollouts are played again too.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -113,7 +114,7 @@ class QueueState:
                 self._ledger.drop_tokens(tokens.known())
 
     def admissible(self) -> list[OpenSlot]:
-        """Return the group numbers that need a task, ascending: new and evicted groups."""
+        """Return the free group numbers, ascending. A number is new, or its group was evicted."""
         if self._is_ended:
             return []
         numbers = range(self._window.oldest, self._window.admissible_end)
@@ -257,7 +258,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Let `drain` return a summary, now that the rollout's group is scored or evicted."""
+        """Stop withholding a rollout's summary from `drain`: its group is scored or evicted."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -272,9 +273,9 @@ class QueueState:
         return self._take_back(actor_id, detail="its environment actor died")
 
     def give_back(self, actor_id: str) -> int:
-        """End the attempts that a live actor has dropped, as `release_actor` does for a dead one.
+        """End the attempts that a live actor has dropped. The actor may take rollouts again.
 
-        Returns: the number of rollouts that it held.
+        The attempts end as in `release_actor`. Returns: the number of rollouts the actor held.
         """
         return self._take_back(actor_id, detail="its environment actor lost its queue")
 
@@ -295,8 +296,8 @@ class QueueState:
         """Record whether each rollout of a step was trained or evicted, and forget the step.
 
         Steps are finalised in order.
-        Returns: the sampled tokens of attempts that no step took, since the previous step was
-            finalised.
+        Returns: counts of the sampled tokens of attempts that no step took. The counts begin again
+            at zero after each finalised step.
         Raises: ValueError if outcomes does not have exactly the rollouts of the step, if the step
         is not taken, or after cancel_all; nothing is changed then.
         """
@@ -346,10 +347,10 @@ class QueueState:
     def hold(self, is_held: bool) -> None:
         """Begin a hold if is_held, otherwise end it. During a hold no rollouts are handed out.
 
-        The engines sample no turns during a hold, so a rollout that was handed out before may end
-        by a time-out or an infrastructure error. This rollout is played again, and no failure
-        counts. In a durable environment outcomes count as usual, because a new attempt would get
-        the same result from the client.
+        The engines sample no turns during a hold. A rollout that was handed out before the hold may
+        therefore end by a time-out or an infrastructure error. The rollout is then played again,
+        and no failure counts. Durable environments (`QueueStateSettings.durable`) are excepted: a
+        new attempt would get the same result from the client, so outcomes count as usual.
         """
         self._is_held = is_held
         if is_held:

@@ -69,10 +69,11 @@ def _leave_out_old_verdicts(path: Path) -> None:
 
 
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> list[Line]:
-    """Read the audit's records, except those of steps that the run has undone.
+    """Read the audit's records, except those of steps that a return to a checkpoint has undone.
 
-    surviving: (step, term) of each step in the journal that was not undone. Records of steps that
-    are older than the journal's first step are also read. Invalid lines, such as an incomplete one,
+    surviving: the steps in the journal that still count, each with the number of its term; a term
+    begins when the run starts or returns to a checkpoint. Records of steps that are older than the
+    journal's first step are also read. Invalid lines, such as a line that was written only in part,
     are ignored. Raises: OSError.
     """
     file = run_dir / FILE
@@ -94,7 +95,10 @@ Verify = Callable[[JournalStep], Mapping[str, bool]]
 
 
 def kept_of(journal: OpenJournal) -> list[Line]:
-    """Read the records that a journal's run has kept. Raises: OSError."""
+    """Read the audit's records of a journal's run; the journal says which steps still count.
+
+    A journal without a run directory has no records. Raises: OSError.
+    """
     if journal.run_dir is None:
         return []
     places = {(file.step, file.term) for file in journal.files}
@@ -104,10 +108,11 @@ def kept_of(journal: OpenJournal) -> list[Line]:
 def read_features(
     journal: OpenJournal, *, verify: Verify | None = None, newest: int | None = None
 ) -> Iterator[tuple[StepFeatures, ...]]:
-    """Yield the features of each step, one part for each environment.
+    """Yield the features of each step, as a tuple with one element for each environment.
 
-    verify: a shadow verifier; None uses the verdicts that the run has kept. newest: number of
-    newest steps; None for all. Raises: ConfigError if a file cannot be read; OSError.
+    verify: shadow verifier, which gives each trajectory a second verdict. If None, the verdicts in
+    `hacking.jsonl` are used. newest: how many of the newest steps to read; None for all.
+    Raises: ConfigError if a file cannot be read; OSError.
     """
     kept = {
         (line.step, line.term): line.verdicts for line in kept_of(journal) if line.finding is None

@@ -89,10 +89,11 @@ class ActorPool:
     ) -> None:
         """Start the actors.
 
-        start_actor: function that starts the actor with the given id. term: number of the term; it
-        is a part of each actor's id, so that later terms never repeat an id. frozen_after_s: an
-        actor is replaced if it does not answer for this many seconds. show_answering: function that
-        is called with the number of answering actors whenever it changes.
+        start_actor: function that starts the actor with the given id. term: number that grows each
+        time the run starts or continues from a checkpoint. The number is a part of each actor's id,
+        so that no id is used twice. frozen_after_s: an actor is replaced if it does not answer for
+        this many seconds. show_answering: function that is called with the number of answering
+        actors whenever the number changes.
         """
         self._start_actor = start_actor
         self._term = term
@@ -489,10 +490,10 @@ def start_environment_actor(
 
 
 def evaluation_idle_s(config: Config) -> float:
-    """Return the longest time in seconds that may pass in an evaluation without a rollout ending.
+    """Return how many seconds an evaluation waits for an actor to end another rollout.
 
-    After this time an actor's part of the evaluation is abandoned. The time is enough for the
-    longest episode and for the replacement of a frozen actor.
+    After this time the evaluation abandons the actor's rollouts. The time is enough for the longest
+    episode and for the replacement of a frozen actor.
     """
     longest_s = max(each.rollouts.episode_deadline_s for each in config.members.values())
     return longest_s + config.rollouts.frozen_after_s

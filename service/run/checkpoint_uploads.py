@@ -54,8 +54,9 @@ class CheckpointUploads:
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
 
     def begin_term(self, notice: Callable[[str], None]) -> None:
-        """Wake the thread at the beginning of a term; the first call starts it.
+        """Start the thread; a later call wakes the thread to copy checkpoints without a copy.
 
+        Called when the run starts, and again when it continues from a checkpoint (a new term).
         notice: function that shows a notice to the user; the thread calls it.
         """
         self._notice = notice

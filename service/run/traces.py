@@ -86,7 +86,10 @@ class RolloutTraces:
         """The trained rollouts of each step that is not recorded yet, by step."""
 
     def begin_term(self) -> None:
-        """Forget the rollouts in flight, because the new term plays them again from the start."""
+        """Forget the rollouts in flight. Called when the run starts or returns to a checkpoint.
+
+        The run then plays these rollouts again from the start, each with a new trace.
+        """
         self._in_flight.clear()
         self._evicted.clear()
         self._trained.clear()

@@ -173,10 +173,10 @@ class ToolsEnvironment(SingleTurnEnvironment):
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
 
     async def step(self, action: Action) -> StepResult:
-        """Answer the turn's tool calls, or score the turn if it has none.
+        """Answer the turn's tool calls. A turn without calls is scored as the final answer.
 
-        Raises: RewardError if only the score is missing; ServerLost and WorkerLost, after which the
-            episode ends and is played again.
+        Raises: RewardError if the final answer could not be scored; ServerLost or WorkerLost if an
+            MCP server or a tool's process is lost; the episode then ends and is played again.
         """
         self._messages.append(_as_message(action.own_copy()))
         if action.calls:

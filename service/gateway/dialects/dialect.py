@@ -59,11 +59,14 @@ class Reads(Protocol):
     def __call__(
         self, body: object, headers: Mapping[str, str], *, ignores: bool = False
     ) -> tuple[ChatRequest, AnswerStyle]:
-        """Make a request, and the form of its answer, from a parsed body. Raises: only Refused.
+        """Translate a client's parsed body; return the request and the form of its answer.
 
-        Args: headers: their names may have any case. ignores: whether to accept an unsupported
-        parameter if it does not change the form of the answer; it is then listed in
-        `ChatRequest.ignored`.
+        Args:
+            headers: The client's HTTP headers. Their names may have any case.
+            ignores: Whether to accept unsupported parameters that do not change the form of the
+                answer. The accepted parameters are listed in `ChatRequest.ignored`.
+
+        Raises: Refused, and no other error.
         """
         ...
 
