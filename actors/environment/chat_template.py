@@ -158,7 +158,9 @@ class ChatTemplate:
     def check_chat(self, messages: Sequence[Message], *, history: Sequence[Message] = ()) -> None:
         """Check that the policy can see who speaks, and which call each result answers.
 
-        Names of assistant messages are not checked, because the policy's own replies have no names.
+        If two user messages, or two system messages, have different names, the template must show
+        names. A message without a name counts as named after its role. Names of assistant messages
+        are not checked, because the policy's own replies have no names.
         Args: history: the chat before `messages`; empty, or it ends with the policy's reply.
         Raises: RenderError if `check_results` raises it; and if two user messages, or two system
             messages, have different names that the template does not show.
@@ -184,8 +186,8 @@ class ChatTemplate:
         If the template shows no ids, the policy takes the first result as the answer to the first
         call, and so on. If no result has the id of a call, as many results as calls are taken so.
         Args: calls: id and name of each call in the message before `messages`.
-        Raises: RenderError if a call has no result, and the policy could take another result for
-            the missing one.
+        Raises: RenderError if the policy could take a result as the answer to another call, which
+            has no result. Example: calls a and b, and a result only for b.
         """
         for known, answer, num_earlier in _answers(messages, calls):
             results, rest = _paired(known, answer)
@@ -229,9 +231,9 @@ class ChatTemplate:
     def _two_results(self) -> tuple[str, str]:
         """The rendering of two calls with results: the text before the first result, and the rest.
 
-        If the template shows ids, the second call's id is in both texts. If results have names, the
-        second call's name is in the rest. If the template refuses two calls, each text is only this
-        id and this name, so that the template counts as one that shows them.
+        The texts reveal what the template shows. If the template shows ids, the second call's id is
+        in both texts. If results have names, the second call's name is in the rest. A template that
+        refuses two calls counts as showing ids and names: each text is then "ID NAME".
         """
         try:
             text = self.text(_TWO_RESULTS_PROBE)
@@ -383,15 +385,14 @@ def in_call_order(
 def _answers(
     messages: Iterable[Message], calls: Iterable[tuple[str, str]]
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
-    """Split a chat after each message of the assistant; find the calls that each part may answer.
+    """Split a chat after each assistant message, and find the calls that each part may answer.
 
-    A part may answer the calls of the assistant's message directly before it. If that message
-    follows another message of the assistant, the part may answer the calls of both, and so on.
+    A part may answer the calls of the assistant message directly before the part. If several
+    assistant messages follow each other directly before the part, it may answer the calls of all.
     Args: calls: id and name of each call in the message before `messages`.
-    Yields: for each part: id and name of each call that it may answer, in order; its messages; and
-        how many of these calls are from earlier messages than the one directly before the part.
-    Example: assistant (call a), assistant (call b), tool -> the part (tool) may answer a and b, and
-        one of these calls, a, is from an earlier message.
+    Yields: for each part, (calls that the part may answer, messages of the part, N). The first N
+        calls are not from the last assistant message before the part, but from earlier ones.
+    Example: assistant (call a), assistant (call b), tool -> the last part is (a and b, [tool], 1).
     """
     known, answer, num_earlier = tuple(calls), list[Message](), 0
     for message in messages:

@@ -1,14 +1,14 @@
 """Check the tool calls of an assistant turn against the declared tools; report each bad call.
 
-`check_calls` checks the calls that the engine's parser has read, whatever form the model writes.
-`parse_tool_calls` reads the calls itself, without vLLM's parser, if they have the form that most
-chat templates teach and that the built-in tiny model writes:
+`check_calls` checks the calls that the engine's parser has read, in whatever format the model
+writes calls. `parse_tool_calls` reads and checks calls without vLLM's parser, but only in the
+format that most chat templates teach and that the built-in tiny model writes:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>
 
-vLLM's parser of that form (`hermes`) does not report what is wrong with a text that it cannot read;
-the engine's replica gets the fault from `parse_tool_calls`. No text makes a function here raise: an
-unreadable call becomes a typed `MalformedCall` with a sentence that the policy may be shown.
+If vLLM's parser of this format (`hermes`) cannot read a text, it does not say why. The engine's
+replica then calls `parse_tool_calls` to find what is wrong. The functions raise no error for any
+text: an unreadable call becomes a `MalformedCall`, with a sentence that the policy may be shown.
 """
 
 from __future__ import annotations

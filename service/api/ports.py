@@ -113,8 +113,8 @@ class RunPort(Protocol):
         """Return the current state of the run for the page at `/`, with the steps after `after`.
 
         term: the `term` of the state that the caller read before. Each restart of the run and each
-        return to a checkpoint begins a new term. It may undo steps, so if the run now has another
-        term, the result has all steps.
+        return to a checkpoint begins a new term, and may undo steps that the caller has read.
+        Therefore, if the run now has another term, the result has all steps, whatever `after` is.
         """
         ...
 

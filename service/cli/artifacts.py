@@ -169,8 +169,9 @@ def _commits_in_any_format(store: ReadOnlyStore) -> tuple[list[Checkpoint] | Non
 def move(run: Path, options: StoreOptions) -> str:
     """Move a run's database to another place, and return a sentence about it.
 
-    The move begins a new term of the run, so that processes of older terms can no longer write.
-    Raises: ConfigError if the move is refused.
+    The old database can only be read afterwards. The run begins a new term, so that a process that
+    owned the run before has no right to write any more.
+    Raises: ConfigError if the move is refused, for example because a live process owns the run.
     """
     run_dir = RunDir(path=run)
     check_no_sft(run_dir, what="move")

@@ -407,8 +407,9 @@ def _contribution(
 ) -> Contribution:
     """Return the contribution of one trajectory, or of one group, to the step's updates.
 
-    entries: the trajectory, or the trained trajectories of the group. parts: for each update that
-    trained any of them, the pair (their gradient, norm |G| of the update's whole gradient).
+    entries: the trajectory, or the trained trajectories of the group. parts: one pair for each
+    update that trained at least one of the entries. The pair has the gradient g of the entries, and
+    the norm |G| of the update's whole gradient. num_updates: number of all updates of the step.
     """
     return Contribution(
         entries=tuple(entries),
@@ -438,11 +439,12 @@ _SMALLEST = 3
 
 
 def own_shares(returns: Sequence[float], rule: GroupRule) -> Float64s:
-    """Return, for each member of a group, the share of its advantage that no other member causes.
+    """Return how much of each member's advantage remains if any one other member is left out.
 
-    Leave out each other member j in turn, and compute the advantage A_i of member i again. The
-    share is the smallest remaining part: f_i = min(1, min_{j != i} |A_i without j| / |A_i|). If it
-    is small, a single other member causes most of A_i. It is 1 if A_i = 0, and in groups of two.
+    For member i of the group, leave out each other member j in turn, and compute the advantage A_i
+    again. The share is the worst case: f_i = min(1, min_{j != i} |A_i without j| / |A_i|). A small
+    share means that a single other member causes most of A_i. The share is 1 if A_i = 0, and in
+    groups of one or two.
 
     Args: returns: [G] float, the members' returns. Returns: [G] float, in [0, 1].
     Example: returns [-100, 0, 1, 0], no scale: [.99, .013, .026, .013], rounded

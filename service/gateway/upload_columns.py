@@ -1,4 +1,7 @@
-"""Read the columns of an uploaded sample, and check each of them. Pure."""
+"""Read and check the columns of an uploaded sample: token ids, log-probabilities, mask and so on.
+
+A column is an array, mostly with one value for each token. The functions here are pure.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Uploaded trajectories, which were sampled elsewhere, and their groups, as plain values.
+"""Describe the trajectories that clients sample elsewhere and upload, and the trajectories' groups.
 
-Trajectories wait in groups that the client names. A complete group becomes a submission of the same
-id (`service.intake.submission`), whose task has the environment `UPLOADED`; the gateway delivers
-its rollouts from the store.
+The client names a group for each trajectory. The trajectories are stored, and wait until the group
+is complete. The complete group is then submitted for training (`service.intake.submission`); the
+submission has the group's id. The submission's task has the environment `UPLOADED`, so that the
+gateway delivers the stored trajectories as rollouts. The classes are plain values.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ class UploadGroup:
     """Whether the group is complete, so that it can be submitted and accepts no more members."""
 
     def request(self, key_name: str = "") -> RolloutRequest:
-        """Return the request that submits a closed group; all calls return equal requests.
+        """Return the request that submits the group for training; the group must be closed.
 
+        All requests of a group have the same digest, so that a repeated request is recognized.
         key_name: name of the API key of the client that closed the group.
         """
         assert self.is_closed and self.num_members is not None, self

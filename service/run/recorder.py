@@ -72,11 +72,14 @@ FAULTS = frozenset(
 
 
 class RunRecorder:
-    """The recorder of the loop's events, for all terms of a process; call `begin_term` first.
+    """The recorder of what happens in the training loop.
+
+    A process has one recorder for all its terms; each start, recovery and return to a checkpoint
+    begins a new term of the run. Call `begin_term` before anything of a term is stored.
 
     `events` and `rollouts` update metrics, traces and submissions at once, but write nothing to the
     database. The next call of `step` or `checkpoint` stores the events and results together with
-    its step or checkpoint, in one transaction. The asynchronous calls use the store in its thread,
+    the step or checkpoint, in one transaction. The asynchronous calls use the store in its thread,
     and complete even if the caller is cancelled. If a newer term exists, a write raises LeaseLost.
     """
 
@@ -138,10 +141,11 @@ class RunRecorder:
         """For each side of the queue, the seconds for which it was blocked, as read last."""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin a term: from now on, write under `lease`.
+        """Begin to record a new term, from the checkpoint from which the term continues.
 
-        The term also begins for submissions, traces, trackers, audit and uploads. Drop the events
-        and results of an older term that are not stored yet. Raises: StoreError.
+        Drop the events and results of an older term that are not stored yet. Submissions, traces,
+        trackers, audit and uploads also begin the new term.
+        lease: the right to write to the run's database in the new term. Raises: StoreError.
         """
         self.term_number = lease.term
         self._pending, self._pending_results = [], []
@@ -529,9 +533,10 @@ class RunRecorder:
                 self._metrics.service.waiting_tasks_limit.set(backlog.capacity)
 
     def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
-        """Add the seconds for which each side of the queue was blocked since the last call.
+        """Add to a metric how long each side of the queue was blocked since the last call.
 
-        blocked_s: total of each side since the queue's start; after a restart it begins at 0.
+        blocked_s: for each side, the total seconds since the queue's start. A total that is lower
+        than at the last call began again at 0, because the queue was restarted.
         """
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)

@@ -92,7 +92,10 @@ class ReadOnlyStore:
         return self._database.away_s
 
     def newest_term(self) -> int:
-        """Return the newest term; 0 if no supervisor has ever had the lease."""
+        """Return the number of the newest term; 0 if no supervisor has ever had the lease.
+
+        The lease is the right to write to the database. Each new lease begins a term.
+        """
         row = self.read(self._newest_lease)
         return row.term if row else 0
 
@@ -132,10 +135,11 @@ class ReadOnlyStore:
         return self.read(count)
 
     def all_checkpoints(self) -> list[Checkpoint]:
-        """Return every recorded checkpoint, of every lineage, newest first.
+        """Return every checkpoint that the database records, newest first.
 
-        This includes checkpoints to which the run can no longer return: checkpoints that were
-        undone, and those whose row is kept only because a term began from them.
+        This includes checkpoints to which the run can no longer return. Some were undone when the
+        run returned to an older checkpoint. Others were pruned, but have a row because the run once
+        continued from them.
         """
         return self.read(every_checkpoint)
 

@@ -86,8 +86,9 @@ class PushedMetrics(Collector):
                 self._add(family)
 
     def amend(self, role: str, values: Sequence[Metric]) -> None:
-        """Replace some values of a dead process until its successor pushes.
+        """Replace some values that a dead process pushed, until the process's successor pushes.
 
+        Example: while a new supervisor starts, the run's phase is shown as "recovering".
         Args: role: the role of the dead process and of its successor. values: the metric families
         with new values.
         """

@@ -2,11 +2,11 @@
 
 Invariant: a repository that a task names is below the root, after links are resolved.
 
-Archives are unpacked into a scratch directory of this process, which removes the directory when it
-ends. A living process holds a lock on its scratch directory. So the next process can remove the
-directories that killed processes have left. The unpacked repositories together may take
-KEPT_REPOSITORIES times the size limit of one; beyond that, those that no episode uses are removed,
-the least recently used first. Called by `tools`.
+Each process unpacks archives into its own scratch directory, and removes the directory when the
+process ends. A living process holds a lock on its scratch directory, so that later processes can
+recognize and remove the directories that killed processes have left. If the unpacked repositories
+together are larger than KEPT_REPOSITORIES times the size limit of one repository, the least
+recently used are removed, except those that an episode still uses. Called by `tools`.
 """
 
 from __future__ import annotations
