@@ -116,10 +116,10 @@ NEWLINE = "⏎"
 
 
 def visible(piece: bytes) -> str:
-    r"""Return bytes as text on one line: newlines as a sign, other control characters escaped.
+    r"""Return bytes as text on one line, in which every character can be seen.
 
-    Bytes that are not UTF-8 are escaped too.
-    Example: visible(b"a\n\xe4\x1b") -> "a⏎\xe4\x1b", with four characters for \xe4 and for \x1b
+    A newline becomes ⏎. Unprintable characters, and bytes that are not UTF-8, become escape
+    sequences. Example: the bytes of 'a', a newline and the escape key (27) -> a⏎\x1b
     """
     text = piece.decode("utf-8", "backslashreplace")
     return "".join(_shown(character) for character in text)

@@ -193,10 +193,11 @@ class TrainerRankActor:
 
 
 def _group_former(board: ActorHandle) -> Callable[[Publication, str, float], Seat | None]:
-    """Return the function by which a `Sender` asks the weight board for engines to broadcast to.
+    """Return a function for `Sender` that forms a group of engines for a broadcast of weights.
 
     The function calls `WeightBoard.form_group` and blocks; the sender has its own thread for it.
-    It returns None if the board does not answer in time. It raises StaleTerm if the board died.
+    If the board does not answer in time, the function returns None. If the board died, the function
+    raises StaleTerm.
     """
 
     def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:

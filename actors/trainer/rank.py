@@ -76,9 +76,9 @@ first is also None if the current policy is still the policy at the step's start
 class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference if the run has them.
 
-    version: the policy version of the weights, which each step increments. republished: the
-    versions under which a step's weights were published a second time, after a restart of the
-    trainer (`actors.policy_age`).
+    version: the policy version of the weights, which each step increments. republished: versions
+    that are not from a new step: after a restart of the trainer, the weights of the last step were
+    published again under the next version (`actors.policy_age`).
     """
 
     def __init__(
@@ -203,8 +203,9 @@ class TrainerRank:
     ) -> tuple[SplitGradient, ...]:
         """Measure each trajectory's share of the gradient in each of the step's updates.
 
-        The trainer must have one rank. Every update but the last is applied, so that each gradient
-        is computed at the weights that `train_step` would use. The version does not change.
+        The trainer must have one rank. Each gradient is computed at the weights that `train_step`
+        would use: after a gradient is measured, its update is applied, except the last update. The
+        weights therefore change, but the version does not.
 
         Args: shard: must have one trajectory in each row. group_ids: for each minibatch, the group
         of each row.
@@ -223,9 +224,10 @@ class TrainerRank:
         return tuple(found)
 
     def abandon(self) -> None:
-        """Abandon every later step, and the current one unless one of its updates was applied.
+        """Abandon the current step and all later steps.
 
-        Any thread of any rank may call this: the other ranks then abandon the step too.
+        If an update of the current step was already applied, only later steps are abandoned.
+        Any thread of any rank may call this: the other ranks then abandon the steps too.
         """
         self._abandonment.ask()
 

@@ -194,8 +194,9 @@ def _add_pauses(app: FastAPI, run: RunPort) -> None:
         request: Request,
         body: Annotated[PauseBody, Body(default_factory=PauseBody)],
     ) -> ControlAnswer:
-        """Pause a part of the run until it is resumed, even if the run is restarted. The request
-        may be repeated. docs/control.md lists the work that continues meanwhile."""
+        """Pause admission, generation or training. The pause lasts until the part is resumed, even
+        across a restart of the run. The request may be repeated. docs/control.md lists the work
+        that continues meanwhile."""
         return await _noted(run, request, _asked(run.control.pause(part, body.reason)))
 
     @app.post(f"{PREFIX}/control/{{part}}/resume", responses=_NOT_NOW)
@@ -267,8 +268,8 @@ def _add_stop(app: FastAPI, run: RunPort) -> None:
     async def stop(
         body: Annotated[StopBody, Body(default_factory=StopBody)], request: Request
     ) -> StopAnswer:
-        """End the run after the current step, with a checkpoint. The request may be repeated. Tasks
-        that wait or are played stay accepted until the run is resumed.
+        """End the run after the current step, with a checkpoint. The request may be repeated. The
+        run keeps the accepted tasks that are not trained, and continues them when it is resumed.
         """
 
         async def work() -> StopAnswer:
@@ -287,7 +288,7 @@ async def _begun(
 
 
 async def _asked(work: Awaitable[Found]) -> Found:
-    """Await a call of the run, and turn its refusal into a Problem."""
+    """Return the run's answer to a request. If the run refuses the request, raise a Problem."""
     try:
         return await work
     except ControlRefused as refused:
@@ -302,7 +303,10 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Await an operator's call. Record it with its answer, or with the Problem that it raises."""
+    """Carry out an operator's request (`work`), and record the request with its answer.
+
+    If `work` raises a Problem, the request is recorded with the Problem instead.
+    """
     try:
         answer = await work
     except Problem as problem:

@@ -26,7 +26,10 @@ Part = Literal["reasoning", "content", "call"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """A part of an assistant's message that a client names by its id instead of sending it."""
+    """An id that a client sends in place of a part of an earlier reply.
+
+    The session inserts the part into a message of the request.
+    """
 
     message: int
     """Index, in the request, of the message into which the session inserts the part."""
@@ -188,9 +191,9 @@ class Refused(Exception):
 
 
 def unknown_item(where: str) -> Refused:
-    """Return the error for a body that names an unknown item: no answer of the session had its id.
+    """Return the error for a body with an item id that no answer of the session contains.
 
-    where: position of the id in the body.
+    An item is a part of an answer, such as a tool call. where: position of the id in the body.
     """
     return Refused(
         RefusalCode.INVALID_REQUEST,

@@ -114,10 +114,10 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin a term; restore the stored pauses if it is the first term of this process.
+        """Begin a term. The first term of the supervisor's process restores the stored pauses.
 
-        If an operator requested a return to a checkpoint, mark the request as done if the term
-        continues from this checkpoint, and otherwise as failed.
+        If an operator requested a return to a checkpoint, end that operation: as done if the term
+        continues from the checkpoint, otherwise as failed.
         lease: the term's lease, with the checkpoint from which the term continues. Raises:
         StoreError.
         """
@@ -156,9 +156,9 @@ class Control(ControlPort):
         )
 
     async def pause(self, part: Pausable, reason: str) -> ControlAnswer:
-        """Pause a part of the run, unless it is paused; return what is paused and in flight.
+        """Pause admission, generation or training; return what is paused and in flight.
 
-        Raises: ControlRefused, LeaseLost, StoreError.
+        A second pause has no effect. Raises: ControlRefused, LeaseLost, StoreError.
         """
         self._check_is_running()
         async with self._changing:

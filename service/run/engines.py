@@ -406,9 +406,8 @@ class Publisher:
     async def check_start(self, version: int) -> LogprobCheck | None:
         """Wait until the engines have loaded `version`, then run the term's full check.
 
-        The next call of `wait_until_loaded` also returns the comparison that this check made.
-
-        Returns: the comparison of trainer and engines; None if no engine answered.
+        Returns: the comparison of trainer and engines; None if no engine answered. The next result
+        of `wait_until_loaded` that is not None also contains this comparison.
         Raises: the errors of `wait_until_loaded`.
         """
         with self._measure("load"):
@@ -440,8 +439,8 @@ class Publisher:
         the version before it is ready. If no engine is live, wait for a new one.
 
         Returns: the comparison of the scores of trainer and engines; None if no engine answered or
-        nothing was checked. The first call after `check_start` also returns the comparison that
-        `check_start` made.
+        nothing was checked. The first result that is not None also contains the comparisons from
+        `check_start`.
         Raises: ActorLost if no engine makes progress (`BoardStatus.quiet_s`).
         """
         with self._measure("load"):
@@ -460,10 +459,13 @@ class Publisher:
         return check.after(earlier)
 
     def _compared(self, scores: Sequence[EngineScores]) -> LogprobCheck | None:
-        """Compare the engines' scores of the check text with the trainer's scores.
+        """Compare the log-probabilities of the check text in each engine and in the trainer.
 
-        In the first check the trainer has scored the text twice: alone, and in a row with other
-        texts. Return None if no engine answered or nothing was checked.
+        In the first check, unless it uses the fixed text, the trainer has computed them twice: for
+        a row with only the text, and for a row in which the text is packed between other samples.
+        Each engine is compared with both.
+
+        Returns: None if no engine answered or nothing was checked.
         """
         if not scores or self._text is NO_TEXT:
             return None

@@ -22,10 +22,10 @@ _COIN_SIDES = 2**30
 
 
 def task_index(slot: OpenSlot) -> int:
-    """Return the index of the configured task for an open slot.
+    """Return the index with which an open slot's task is read from the task source.
 
-    An open slot is a group number for which the queue needs a task. The slot's index is the same
-    after every restart.
+    An open slot is a group number for which the queue needs a task. The index depends only on the
+    slot, so it is the same after every restart. A replacement group has a new index.
     """
     return slot.group_number + slot.replacement * SLOTS
 
