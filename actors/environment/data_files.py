@@ -1,8 +1,9 @@
 """Read the text files of a data set: a single file, or those that a directory has for a split.
 
-The `datasets` library selects the files of a directory, and this module reads them. The library
-itself gives a column one type: it would turn the text "007" of a CSV file into a number, and the
-text "2024-01-01" of a JSON file into a time. `actors.environment.data_sets` uses this module.
+The `datasets` library selects the files of a directory. This module reads the files itself, because
+the library gives each column one type and so changes values: the text "007" in a CSV file would
+become a number, and the text "2024-01-01" in a JSON file a time. This module keeps such texts.
+`actors.environment.data_sets` uses this module.
 """
 
 from __future__ import annotations

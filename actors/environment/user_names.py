@@ -58,7 +58,11 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return the remedy for a name with an absolute path. directory: the working directory."""
+    """Return the end of the error about an absolute path: what the user should do instead.
+
+    directory: the working directory.
+    Example: /home/a, /home/a/my.py:score -> "; write 'my.py:score'"
+    """
     if Path(text).is_relative_to(directory):
         return f"; write {str(Path(text).relative_to(directory))!r}"
     return f"; start the command in a directory above the file instead of {directory}"
@@ -128,12 +132,14 @@ def find(text: str, *, what: str) -> Any:
 
 
 def helpers_from_elsewhere(text: str) -> Iterator[str]:
-    """Yield a warning for each import of a user's module that found another file than expected.
+    """Yield a warning for each import that did not load the module beside the user's file.
 
-    A user may expect that `import helpers` finds helpers.py beside the importing file, as with
-    `python FILE.py`. But Python searches the directory in which the command is started, and may
-    find another helpers.py. Python's own modules are left out.
-    text: name of a function or class in the user's module, which is imported already.
+    For example, rewards/my.py says `import helpers`, and there is rewards/helpers.py. But Python
+    searches the directory in which the command is started, and may load another helpers.py from
+    there. With `python rewards/my.py`, Python would load rewards/helpers.py. Imports of the
+    standard library cause no warning.
+
+    text: name of a function or class in the user's file, which must be imported already.
     """
     module = sys.modules.get(module_of(text, what="function"))
     file = Path(getattr(module, "__file__", None) or "")
@@ -274,11 +280,12 @@ def arguments_of(function: Callable[..., Any]) -> dict[str, bool]:
 
 
 def renaming(names: Collection[str], *, takes_lists: bool) -> str:
-    """Return a remedy if an argument's name should be plural or singular; else an empty text.
+    """Return a hint for an error's text if an argument should be renamed, else an empty text.
 
-    A function that takes lists has the arguments `completions` and `prompts`; a function of one
-    answer has `completion` and `prompt`.
+    A reward function that scores a list of answers has the arguments `completions` and `prompts`.
+    A reward function that scores one answer has the arguments `completion` and `prompt`.
 
+    names: the arguments' names. takes_lists: whether the function scores a list of answers.
     Example: renaming(["prompt"], takes_lists=True)
         -> "in a function with lists the argument is prompts; rename prompt"
     """

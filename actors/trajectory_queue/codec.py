@@ -58,14 +58,18 @@ def decode(block: TrajectoryBlock, row: int) -> Trajectory:
 
 
 def without_shared(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with each branch cut to the tokens that its parent does not have."""
+    """Return the trajectory, and leave out tokens that a sample shares with its parent sample.
+
+    The parent is the earlier sample from which the sample branched off. `with_shared` restores the
+    tokens.
+    """
     if len(trajectory.samples) <= 1:
         return trajectory
     return replace(trajectory, samples=tuple(_cut(sample) for sample in trajectory.samples))
 
 
 def with_shared(trajectory: Trajectory) -> Trajectory:
-    """Restore the tokens that `without_shared` has cut."""
+    """Restore the tokens that `without_shared` left out."""
     if len(trajectory.samples) <= 1:
         return trajectory
     whole: list[Sample] = []
@@ -86,7 +90,7 @@ def _cut(sample: Sample) -> Sample:
 
 
 def _joined(own: Sample, parent: Sample) -> Sample:
-    """Put the tokens that a branch shares with its parent before the branch's own tokens."""
+    """Put the tokens that a sample shares with its parent before the sample's own tokens."""
     number, rewards = own.num_shared, own.token_rewards
     # The shared tokens are a part of the prompt, so they have log-probability 0 and no version.
     zeros = np.zeros(number, np.float32)

@@ -162,10 +162,10 @@ class Caller:
         return whole_id(self.tenant, name)
 
     def shown(self, whole: str) -> str:
-        """Return a run-wide id as this caller would write it in a request.
+        """Return the short form of a run-wide id: the form that this caller uses in requests.
 
-        The id has no tenant if it belongs to the caller's own tenant. The method `whole` converts
-        in the other direction.
+        The tenant is left out if it is the caller's own. The method `whole` does the reverse.
+        Example: acme~task-9 -> task-9 for a client of acme; acme~task-9 for an admin without tenant
         """
         tenant = tenant_of(whole)
         return own_id(whole) if tenant == self.tenant else f"{tenant}{MARK}{own_id(whole)}"

@@ -131,11 +131,11 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether to call the reward functions that score one answer at a time.
+    """Return whether the functions of --reward, which score one answer, score this trajectory.
 
-    The functions are called for the trajectories for which a run would call them. In the
-    environments single_turn and tools, a run does not call them if the episode ended without a
-    reply to score. For other environments, return True.
+    In the environments single_turn and tools, they score what a run would score: completed
+    episodes, and truncated episodes if `rollouts.outcomes` sets score for them. In other
+    environments, they score every trajectory.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):

@@ -34,7 +34,7 @@ from service.intake.session import SessionTurn
 class Place:
     """A request's position in the tree: the turn that it continues, called its parent.
 
-    A place has copies of all values from which the prompt is made.
+    A place has all that `sampling.next_prompt` needs, so the prompt is made without the tree.
     """
 
     parent: int | None
@@ -389,10 +389,11 @@ class SessionTree:
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
         """Return the turns that a conversation may continue.
 
-        Their reply is the conversation's last message that was sampled. Several turns are returned
-        if their texts are equal up to the reply, and none if no message was sampled.
-        links: the digests of the conversation's messages. tools: digest of the tools that the
-        turns must have; None allows any tools.
+        These are the turns whose reply comes last in the conversation. Two turns are both returned
+        if their conversations up to the reply have the same digest. The result is empty if the
+        conversation contains no reply of this session.
+        links: the digests of the conversation's messages. tools: only turns with the tools of this
+        digest count; None: all turns count.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -403,10 +404,12 @@ class SessionTree:
     def _own(
         self, messages: Sequence[Message], links: Sequence[Link], *, parent: Node | None
     ) -> tuple[Message, ...]:
-        """Return a client's new messages, with the tree's copies in place of those it knows.
+        """Return a request's new messages, each replaced by the tree's copy if the tree has one.
 
-        The answer to a tool call gets the id and the name that the call has in the tree. parent:
-        the turn that the messages follow; None at the start of a conversation.
+        The client's message may differ from the copy, for example in the ids of tool calls. If the
+        tree has several copies that differ, the client's message is returned. The answer to a tool
+        call gets the id and the name that the call has in the tree.
+        parent: the turn that the messages follow; None at the start of a conversation.
         """
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
@@ -494,9 +497,10 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a new conversation starts with a message made from a field `instructions`.
 
-    request: the conversation's first request; if it has this field, the field decides. named: the
-    earlier turn that the request names, or None. If the request has no such field, the message at
-    the start of that turn's conversation is kept.
+    If the request has this field, return whether the field has text. Otherwise the new conversation
+    begins like the conversation of the turn `named`, so return that turn's `is_instructed`.
+    request: the first request of the new conversation. named: the earlier turn that the request
+    names; None if it names none: the result is then False without the field.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed
@@ -520,10 +524,15 @@ def _calls_of(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 def _choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | None:
     """Choose, among turns with equal texts, the turn that a client continues; None if ambiguous.
 
-    First keep the turns whose calls have the ids that the client sends back. Then keep the turns
-    whose reasoning the client sends back. Then keep the turns that a client received. A criterion
-    that no turn meets is skipped. If all remaining turns have the same token ids, return the
+    Three filters narrow the choice. A filter that would remove all turns is skipped.
+    1. The tool calls in `messages` have the ids that the turn gave to these calls.
+    2. The reasoning in `messages` is the turn's reasoning, or there is none in `messages`.
+    3. A client received the turn's reply.
+    Filters 1 and 2 compare the replies of the turn and of those earlier turns of its conversation
+    that not all candidates share. If all remaining turns have the same token ids, return the
     newest; otherwise the choice is ambiguous.
+
+    messages: the conversation that the client sent.
     """
     if len(nodes) < 2:
         return nodes[0] if nodes else None

@@ -121,7 +121,7 @@ class _Call:
 
 
 class LostReplicas:
-    """The replicas that failed to answer a request sent to them; the newest `MAX_LOST` are kept."""
+    """A record of the newest `MAX_LOST` replicas that did not answer a request sent to them."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
@@ -131,11 +131,11 @@ class LostReplicas:
         return "" if replica in self._names else replica
 
     def learn(self, asked: str, answer: Answer) -> None:
-        """Record, from the answer to a request, which replica is lost and which one lives.
+        """Update the record of lost replicas from the answer to a request.
 
-        The replica `asked` is lost if another replica answered, or if the answer is
-        PolicyUnavailable.
-        Args: asked: the replica to which the request was sent; empty if any replica could answer.
+        The replica `asked` is recorded as lost if the answer is PolicyUnavailable, or if Serve sent
+        the request to another replica. A replica that answered is no longer recorded as lost.
+        Args: asked: the replica that the request named; empty if it named none.
         """
         if isinstance(answer, GenerateReply):
             self._names.pop(answer.replica, None)

@@ -43,14 +43,16 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
-    """Return the parts of the run that were not undone, each with the ids of its refused rollouts.
+    """Return which steps of each term count, and which of their rollouts the trainer refused.
 
-    A part consists of the steps of one term that no later term has undone. Example: if term 1
-    trained the steps 1 to 4, and term 2 continued from step 2, the part of term 1 is steps 1 and 2.
-    A term without such steps has no part.
-    A rollout is refused if the trainer refused its update because the update was not finite. The
-    journal, which was written before the update, still records the rollout as trained.
-    Return None if the journal was copied without the database.
+    A term lasts from a start or recovery of the run to its end. A later term that continues from an
+    earlier step undoes the steps after that step. Example: term 1 trained steps 1 to 4, and term 2
+    continued from step 2. Then steps 1 and 2 of term 1 count.
+
+    Returns: for each term with steps that count, the range of these steps and the ids of the
+    refused rollouts. None if the journal was copied without the database. The trainer refuses a
+    rollout whose update is not finite. The journal is written before the update, so in the journal
+    the rollout counts as trained.
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """
     try:

@@ -199,7 +199,9 @@ def start_ray(**options: Any) -> None:
 def _init(**options: Any) -> None:
     """Call `ray.init`, and raise KeyboardInterrupt if a SIGTERM arrived during the call.
 
-    Ray's own handler of SIGTERM raises SystemExit, which Python drops in some cases.
+    KeyboardInterrupt makes the command stop in order. During the call, Ray's own handler of SIGTERM
+    raises SystemExit instead. Python drops this SystemExit if the handler ran in a callback from C,
+    so the signals are recorded too.
     """
     with signals_noted() as noted:
         try:
@@ -288,9 +290,11 @@ def _greet(host: str, port: int) -> None:
 def _check_authentication(address: str) -> None:
     """Check that the cluster and this process use the same RAY_AUTH_MODE.
 
-    If the modes differ, Ray accepts the connection, but this process refuses the calls of the
-    control store. The control store then concludes that nobody uses this process's actors, and ends
-    the actors. Raises: ConfigError if the modes differ or the cluster runs no task.
+    A task on the cluster reads the cluster's mode. If the modes differ, Ray accepts the connection,
+    but this process refuses calls from Ray's control store (GCS). The control store then takes this
+    process for dead, and ends the actors that this process created.
+
+    Raises: ConfigError if the modes differ, or if the task does not run in AUTHENTICATION_LIMIT_S.
     """
     own = _authentication_mode()
     asked = ray.remote(_authentication_mode).options(num_cpus=0, max_retries=0).remote()

@@ -110,8 +110,9 @@ class Loop:
         """Let `run` finish the current step and write a checkpoint; then `run` returns.
 
         grace_s: seconds after which the current step is abandoned, if no update was applied yet;
-        None sets no limit. After a resume, the tasks of an abandoned step are played again; its
-        sessions and uploads are not, because the database still has their contents.
+        None sets no limit.
+        After a resume, the rollouts of an abandoned step are played again. Trajectories from
+        clients' sessions and uploads are not played again, but read from the database.
         """
         self._is_stopping.set()
         if grace_s is not None:

@@ -28,7 +28,7 @@ _ANSWER = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseAnswer:
-    """A part of the run that an operator paused, with the time and the reason of the pause."""
+    """An operator's pause of one part of the run: which part, since when, and why."""
 
     __pydantic_config__ = _ANSWER
 

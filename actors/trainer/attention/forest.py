@@ -1,16 +1,17 @@
 """The layout of a packed row (which tokens attend to which), and the CPU's plan to compute it.
 
 A row is a forest of segments in preorder (`actors.batch.MicroBatch`); without shared prefixes all
-segments are roots. A token attends to the tokens before it on its path from the root: query q sees
-key k if k <= q < subtree_end[k], which suffices because of the preorder.
+segments are roots. A token attends to itself and to the tokens before it on its path from the root.
+In preorder, the tokens of a subtree are adjacent. So query q sees key k if k <= q < subtree_end[k],
+where subtree_end[k] is the end of the subtree of k's segment.
 
-The plan splits the attention into blocks, so that every pair of query and key is in one block and
-no key is copied. First, each segment attends causally to itself; segments of similar length are
-padded together into buckets. Then all descendants of a segment attend to its keys at once: in
-preorder they are one contiguous block of queries.
+The plan computes each pair of query and key once, and copies no key. First, each segment attends
+causally to itself; segments of similar length are padded together into buckets. Then, in one block
+for each segment, all descendants of the segment attend to the segment's keys. In preorder, these
+descendants are one contiguous range of queries.
 With a sliding window, segments are first cut into pieces no longer than the window, so that the
-window hides nothing within a piece. A block then has only the queries that are near enough to see
-its last key.
+window hides nothing within a piece. The block of a piece then has only the queries whose window
+still reaches the last key of the piece.
 
 Layout and plan hold for all layers of the row. Pure; called by `model`, `interface` and `cpu`.
 """
