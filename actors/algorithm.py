@@ -205,10 +205,11 @@ class KlSettings:
 class LossSettings:
     """The loss that an update minimises; the defaults are PPO's clip against the behaviour policy.
 
-    The fields `token_band`, `sequence_band` and `outlier_below` leave tokens out of training by
-    their ratio trainer / sampler. This ratio is the trainer's probability of the token, divided by
-    the sampler's. If `denominator` is old, the trainer's probability at the step's start is used,
-    otherwise the current one.
+    The fields `token_band`, `sequence_band` and `outlier_below` leave tokens out of training if
+    trainer and sampler disagree too much. The fields limit the ratio trainer / sampler, which is
+    the trainer's probability of the token, divided by the sampler's probability. If `denominator`
+    is old, the trainer's probability at the step's start is used, otherwise the current
+    probability.
     """
 
     __pydantic_config__ = STRICT
@@ -433,10 +434,11 @@ class AlgorithmSettings:
 
     @property
     def window(self) -> int:
-        """The number W: a step takes each of its groups from W consecutive group numbers.
+        """The number W of consecutive group numbers among which a step chooses its next group.
 
-        The first of these is the oldest number that no step has taken. If `window_groups` is null,
-        W is P (`groups_per_step`), or 1 if training is synchronous.
+        Groups are numbered in the order of admission. The first of the W numbers is the oldest
+        number that no step has taken. If `window_groups` is null, W is P (`groups_per_step`), or 1
+        if training is synchronous.
         """
         return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 

@@ -458,7 +458,7 @@ class PartMetrics:
 
 
 class ServiceMetrics:
-    """The tasks that clients submitted; absent if the run has its own tasks."""
+    """Metrics of the tasks that clients submit; absent if the run brings its own tasks."""
 
     def __init__(self, registry: AtomicRegistry) -> None:
         self.waiting_tasks = registry.gauge(

@@ -46,9 +46,9 @@ def arguments_model(
 ) -> type[BaseModel]:
     """Return a pydantic model of a function's arguments.
 
-    An argument's name is only the alias of its field, because pydantic reserves some names. The
-    model, and models in its fields, refuse unknown fields, NaN and infinity. An annotation, or the
-    configuration of a model in a field, may allow them.
+    The fields are named a0, a1, ..., because pydantic reserves some names; each has its argument's
+    name as an alias. The model, and models in its fields, refuse unknown fields, NaN and infinity,
+    unless an annotation or the configuration of a model in a field allows these.
     Raises: BadTool if a type cannot be described.
     """
     described = {
@@ -98,7 +98,8 @@ def arguments_model(
 def _strict(schema: Any) -> Any:
     """Make the classes in a core schema of pydantic refuse unknown fields, NaN and infinity.
 
-    If the configuration of a class says itself what to do with one of these, it is not changed.
+    If a class's own configuration has a setting for unknown fields, or for NaN and infinity, the
+    class keeps that setting.
     """
     # Members of an enum may be lists, tuples or dicts of a class of their own.
     if type(schema) in (list, tuple):

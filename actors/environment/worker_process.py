@@ -332,7 +332,9 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[N
 
 
 class _Unpickler(pickle.Unpickler):
-    """A reader of calls, which replaces each `workers.Held` by the value that the worker keeps."""
+    """An unpickler of calls from the pool. It puts the values that this worker keeps in place of
+    the references to them (`workers.Held`).
+    """
 
     def __init__(self, file: io.BytesIO, held: dict[int, Any]) -> None:
         super().__init__(file)

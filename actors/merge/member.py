@@ -20,7 +20,7 @@ from actors.types import Outcome, Sample, Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A trajectory as a member of its group.
+    """A trajectory of a group, with the rewards, scores and advantages computed in its step.
 
     Letters: [K] turns, [N] trained tokens of the trajectory, [M] trained tokens of one sample.
     """

@@ -39,11 +39,13 @@ def check_weights(
 ) -> None:
     """Compare the headers of a model's files with the parameters of its configuration.
 
-    Args: is_served: whether engines load the model too. If so, a head that config.json ties to the
-        embedding must have the embedding's numbers: transformers would use the head in the files,
-        vLLM the embedding. has_head: False for a critic, of which only the body is read.
-    Raises: NotImplementedError if they differ, or if transformers and vLLM would read different
-        files.
+    Args:
+        is_served: Whether engines load the model too. If they do, and config.json ties the head to
+            the embedding, a head in the files must equal the embedding in the files. Otherwise
+            transformers would use the stored head, and vLLM would use the embedding.
+        has_head: False for a critic, of which only the body is read.
+    Raises: NotImplementedError if the files do not fit the configuration, or if transformers and
+        vLLM would read different files.
     """
     files = _files(directory)
     stored: dict[str, Any] = {}
@@ -183,11 +185,12 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Return the unexpected tensors that show a fault, such as a layer that config.json lacks.
+    """Return the unexpected tensors that reveal a wrong config.json, for example too few layers.
 
-    Such a tensor belongs to a kind of layer or module that the model has. Other unexpected tensors
-    do no harm: they belong to parts that a causal model does not have, such as the layers that
-    predict several tokens at once (MTP), or are buffers of earlier versions of transformers.
+    These tensors belong to a kind of layer or module that the model has. All other unexpected
+    tensors do no harm. They belong to modules that a causal model does not have, such as the layers
+    that predict several tokens at once (MTP), or they are buffers of earlier versions of
+    transformers.
 
     unexpected: names of the tensors for which the configuration has no parameter.
     """

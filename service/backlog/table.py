@@ -1,12 +1,13 @@
 """The table in memory of accepted submissions that are not over; it does no I/O.
 
-It has the backlog, the groups that play submissions, and the states of their rollouts. It is
-rebuilt from the store at the start of each term, and then updated with the events of the trajectory
-queue. Submissions that are over are removed from it (`over`, `forget`).
+A submission is over if its rollouts will never be played again. It is then removed from the table
+(`over`, `forget`). The table has the backlog, the groups that play submissions, and the states of
+the groups' rollouts. `rebuild` makes the table from the store when the run starts, recovers or
+returns to a checkpoint. After that, the events of the trajectory queue update the table.
 
 Invariants: a submission is in the backlog, or bound to one group, or cancelled. Each new submission
-has a greater position than all earlier ones. If a whole group was evicted, its submission is not
-played again.
+has a greater position than all earlier submissions. If all rollouts of a group were evicted, the
+group's submission is not played again.
 """
 
 from __future__ import annotations
@@ -149,10 +150,11 @@ class SubmissionTable:
                 entry.admitted_seq = event.seq
 
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
-        """Return what the feed shows for a recorded event: the submission and the result.
+        """Return the submission id and the rollout's result that the feed shows for an event.
 
-        Return None for an event that the feed does not show. These are the events of rollouts that
-        no client submitted, and all admissions of a submission except the first.
+        Clients read in the feed what became of their tasks. Record the event first (`note_events`).
+        Return None if no client submitted the rollout. Also return None for an admission of a
+        rollout, unless it is the first admission of the rollout's submission.
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -276,7 +278,7 @@ def _is_over(entry: _Entry, kept: Sequence[int]) -> bool:
 def rebuild(
     policy: OutcomePolicy, stored: StoredSubmissions, *, held_groups: Iterable[str] = ()
 ) -> SubmissionTable:
-    """Rebuild the table from the store at the start of a term.
+    """Rebuild the table from the store when the run starts, recovers or returns to a checkpoint.
 
     If a submission's group was never admitted to the trajectory queue, the submission returns to
     its old position in the backlog. Results of rollouts in flight are ignored, because these

@@ -178,16 +178,18 @@ def _of_one(settings: EngineSettings) -> EngineSettings:
 def application_name(run_id: str, *, term: int) -> str:
     """Return the name of the Serve application of a run's engines.
 
-    Args: term: number of the run's term that deployed the engines.
+    Args: term: number of the term that deployed the engines. Each start or recovery of the run,
+    and each return to a checkpoint, begins a term.
     """
     return f"{run_id}-t{term}"
 
 
 def find_leftover(run_id: str, settings: EngineSettings) -> str:
-    """Return the Serve application of engines that an earlier term of the run left running.
+    """Return the Serve application of engines that an earlier term left running.
 
-    Only engines with these settings count (`is_same_engine`). Return an empty name if no such
-    engine answers.
+    Each start, recovery or return to a checkpoint begins a term of the run. The engines must have
+    these settings (`is_same_engine`) and must answer a call. Return an empty text if there is no
+    such application.
     """
     for name in _leftovers(run_id):
         with suppress(RayServeException, RayError, TimeoutError):

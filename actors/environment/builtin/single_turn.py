@@ -106,9 +106,10 @@ class SingleTurnEnvironment:
         self._columns: Mapping[str, Any] = {}
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
-        """Return whether an answer is scored even if no reward function is configured.
+        """Return whether answers are scored even if no reward function is configured.
 
-        Here judges may score it; a subclass may have other sources of a reward.
+        In this class, judges can score answers. Override the method in a subclass that has other
+        sources of a reward.
         """
         return bool(judges)
 
@@ -277,7 +278,10 @@ _Scores = dict[RewardFunction | Judge, Score]
 
 @contextmanager
 def _as_missing_score(function: RewardFunction | Judge) -> Iterator[None]:
-    """Convert exceptions of a user's function to RewardError, because only the score is missing."""
+    """Convert exceptions of a user's function to RewardError.
+
+    RewardError says that the answer was given and only its score is missing.
+    """
     try:
         yield
     except (RewardError, WorkerLost):
