@@ -6,8 +6,8 @@
 exceeds its limit, the pool kills the worker and every process that the worker has started. If a
 function ends its own process, only that call fails; waiting calls get another worker. Instances
 that keep state between calls live in a worker that several episodes share (`Home`). Workers are
-forked from a process that has imported the functions' modules (`fork_server`). A function cannot be
-called in a worker if its module was made in this process (`is_importable`).
+forked from a process that has imported the functions' modules (`fork_server`). A worker cannot call
+a function whose module exists only in this process and cannot be imported (`is_importable`).
 
 Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
 has started. Reward functions, tools, a user's environments and the checks before the start use this
@@ -52,7 +52,7 @@ MAX_STARTS_IN_VAIN = 3
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A reference to a value that a call returned and that its worker keeps.
+    """A reference to a value in a worker: the answer of an earlier call, which the worker kept.
 
     Later calls in the same worker take the reference as an argument.
     """

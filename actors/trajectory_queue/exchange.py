@@ -111,9 +111,10 @@ class RolloutExchange:
             self._is_running = False
 
     async def stop(self, *, drain_s: float = 0.0, limit_s: float = 30.0) -> None:
-        """Take no more rollouts, and wait up to drain_s seconds until the current ones have ended.
+        """Take no more rollouts, and let the current rollouts end for up to drain_s seconds.
 
-        Then cancel the others, and wait up to limit_s until all results are sent and `run` ends.
+        Then cancel the rollouts that still run, and wait up to limit_s seconds until all results
+        are sent and `run` ends.
         """
         self._is_stopping = True
         self._has_free_slots.set()
@@ -281,8 +282,8 @@ class GroupExchange:
         """Create an exchange; `run` starts it.
 
         Args:
-            score: Function that scores a group. It returns the group's trajectories with their
-                rewards or, if the scoring fails, as reward errors.
+            score: Function that scores a group, and returns the group's trajectories with their
+                rewards. If the scoring fails, it returns them with the outcome `reward_error`.
         """
         self._score_group = score
         self._actor_id = actor_id

@@ -187,8 +187,8 @@ class WeightBoard:
         """Form a group of replicas for a broadcast; called by the trainer, which sends the weights.
 
         Wait up to timeout_s for the first replica that requests to take part, and then up to
-        `INVITATION_S` for others. After failed broadcasts, only some of them take part
-        (`Board.seat`); the others wait for the next group.
+        `INVITATION_S` for other replicas. After failed broadcasts, the group has only some of the
+        waiting replicas (`Board.seat`); the rest wait for the next group.
 
         Args: store: address at which the replicas meet the trainer, which has rank 0.
         Returns: the trainer's own place in the group; None if no replica takes part, or if
@@ -307,12 +307,19 @@ class WeightBoard:
         version: int,
         scores: EngineScores | None,
     ) -> None:
-        """Record that a replica has loaded (term, version), with its scores of the check's text."""
+        """Record that a replica has loaded (term, version).
+
+        scores: results of the check text (`set_check`) with the new weights: log-probabilities
+        and continuations. None if the engine did not score a text.
+        """
         self._board.report(replica_id, term, version=version, scores=scores, now=self._clock())
         self._wake()
 
     async def leave(self, replica_id: str, is_in_order: bool = False) -> None:
-        """Remove a replica that is dead or ends. is_in_order: whether it was asked to end."""
+        """Remove a replica whose process is dead or about to end.
+
+        is_in_order: whether the replica was asked to end; False after a failure.
+        """
         self._board.leave(replica_id, is_in_order=is_in_order)
         self._actors.pop(replica_id, None)
         self._seats.pop(replica_id, None)

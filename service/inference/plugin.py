@@ -1,8 +1,8 @@
 """The plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-The plugin registers the weight-transfer backends and the LoRA arithmetic by name, and ends the
-engine's processes when the replica ends. Ray does not know these processes, so nothing else would
-end them if the replica is killed.
+The plugin registers the weight-transfer backends, which receive new weights, and, on CPU, the class
+that applies the LoRA adapter. It also ends the engine's processes when the replica ends. Ray does
+not know these processes, so nothing else would end them if the replica is killed.
 """
 
 from __future__ import annotations

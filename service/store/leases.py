@@ -31,7 +31,10 @@ TOLERANCE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to write to a run's database in one term, and the state with which it begins."""
+    """The right to write to a run's database, and the state from which the run continues.
+
+    A lease is valid until the next lease, which has a higher term, is acquired.
+    """
 
     term: int
     parent: Checkpoint | None
@@ -60,10 +63,11 @@ class LeaseOwner:
 
 
 def check_kind(stored: RunKind | None, asked: RunKind) -> None:
-    """Raise StoreError if another command than the present one began the run.
+    """Check that the command that resumes a run is the command that began the run.
 
-    stored: kind of the stored run; None if no run is stored yet. asked: kind of run that the
-    present command starts or resumes.
+    Args: stored: the command that began the run; None if the run is new. asked: the command that
+    now starts or resumes the run.
+    Raises: StoreError if the two commands differ.
     """
     if stored is not None and stored is not asked:
         raise StoreError(

@@ -1,8 +1,8 @@
 """The stored uploads of trajectories, which are kept while they may be delivered to the trainer.
 
 Invariants: the content of an upload with a given id never changes; a closed group has `num_members`
-members, numbered from 0, and gets no more. The rows of a group are deleted with its submission at
-the latest (`service.store.submissions`).
+members, numbered from 0, and gets no more. A group's rows are deleted at the latest when the
+submission with the group's id is deleted (`service.store.submissions`).
 """
 
 from __future__ import annotations
@@ -261,9 +261,11 @@ class _Intake:
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
-        """Set a group's number of members to the number in a client's policy, if it names one.
+        """Set a group's number of members to the number in a client's policy.
 
-        Raises: GroupDiffers if the group already has another number of members, or more uploads.
+        Do nothing if the policy has no number.
+        Raises: GroupDiffers if the group already has another number of members, or more uploads
+        than the policy's number.
         """
         wanted = policy.num_members
         group = self._groups.get(policy.id) or _new_group(policy.id)

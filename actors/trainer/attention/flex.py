@@ -1,8 +1,10 @@
-"""Attention over a forest on CUDA: FlexAttention with a block mask from the layout.
+"""Attention over a packed row on CUDA: FlexAttention with a block mask from the row's layout.
 
-This module has not been run on a GPU yet. On the CPU, where FlexAttention has no backward, the
-tests compare the mask with the blocks of `cpu`, and the uncompiled forward with the result of
-`cpu`. Called by `interface`.
+The row's segments form a forest of shared prefixes (`forest`).
+
+This module has not been run on a GPU yet. The tests run on the CPU, where FlexAttention has no
+backward. They compare the mask with the blocks of the module `cpu`, and the uncompiled forward with
+the forward of the module `cpu`. Called by `interface`.
 """
 
 from __future__ import annotations

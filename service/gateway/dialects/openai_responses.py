@@ -201,7 +201,7 @@ class _Reader:
     def has_spoken(self) -> bool:
         """Whether the current assistant's message has content or calls already.
 
-        If it has, a reasoning item begins another message.
+        Reasoning comes first in a message, so a reasoning item after these begins a new message.
         """
         return self._content is not None or bool(self._calls)
 
@@ -455,7 +455,10 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of a stream for one content part of an item, each as its name and data."""
+    """Yield the name and data of each event that streams one content part of an item.
+
+    The text is sent in pieces: the part begins empty, and each delta event adds a piece.
+    """
     prefix = f"response.{part['type']}"
     beside: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {"part": {**part, "text": ""}}
