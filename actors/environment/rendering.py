@@ -1,8 +1,7 @@
 """Make prompts by appending tokens, so that the tokens of earlier turns stay as they are.
 
 The next prompt is the last prompt, then the sampled tokens, then the tokens of the new messages
-(the delta). To find the delta, the new messages are rendered after two invented chats
-(`dummy_chats`). The delta is used if
+(the delta). The delta is rendered after two invented chats (`dummy_chats`). It is used if
 
 - it is the same after both dummy chats,
 - new messages do not change the rendering of the chat before them (one part may disappear),
@@ -541,8 +540,7 @@ def _head(text: str, question: str, mark: str) -> str:
     """Return the start of a dummy chat's rendering, up to the question before the reply.
 
     New messages must not change this start. The text after the question may change: some templates
-    show the thought of the newest reply only. If the question is missing, return the text before
-    `mark`, the reply's last text.
+    show the thought of the newest reply only. Without the question, return the text before `mark`.
     """
     before, _, _ = text.partition(mark)
     head, found, _ = before.rpartition(question)

@@ -246,9 +246,9 @@ TestQueueStories = QueueMachine.TestCase
 TestQueueStories.settings = settings(max_examples=40, stateful_step_count=60)
 
 
-@pytest.mark.proof
-@pytest.mark.slow
-class TestManyQueueStories(TestQueueStories):
-    """The same stories with more examples."""
+class ManyStories(QueueMachine):
+    """The same stories, for a test with more examples."""
 
-    settings = settings(max_examples=200, stateful_step_count=60)
+
+TestManyQueueStories = pytest.mark.proof(pytest.mark.slow(ManyStories.TestCase))
+TestManyQueueStories.settings = settings(max_examples=200, stateful_step_count=60)
