@@ -9,6 +9,7 @@ its source, and a resumed run uses the stored object. Rows are written to a file
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import inspect
 import io
@@ -164,6 +165,10 @@ def _own_name(function: Callable[..., Any]) -> str:
     return f"{module}:{name}" if is_same else ""
 
 
+# Objects that dataclasses compares by identity; cloudpickle would copy them.
+_DATACLASS_MARKS = ("MISSING", "KW_ONLY", "_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR")
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickle by value, and collect the modules that must be imported to read the pickle."""
 
@@ -173,6 +178,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._with_types = with_types
 
     def reducer_override(self, obj: Any) -> Any:
+        for name in _DATACLASS_MARKS:
+            if obj is getattr(dataclasses, name):
+                return getattr, (dataclasses, name)
         reduced = super().reducer_override(obj)
         # A function or a class with another result is pickled by value.
         if reduced is NotImplemented:

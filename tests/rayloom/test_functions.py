@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import field, make_dataclass
 from functools import partial, update_wrapper, wraps
 from pathlib import Path
 from types import ModuleType
@@ -126,6 +127,22 @@ def test_the_types_of_tools_that_are_stored_by_value_can_be_read(
     assert as_found_by_a_run(unknown, what="tools").__annotations__["where"] == "Here"
     # No one reads the types of another function, and they might import large libraries.
     assert as_found_by_a_run(score).__annotations__["return"] == "Place"
+
+
+def test_a_tool_stored_by_value_may_take_a_dataclass(
+    as_found_by_a_run: Callable[..., Any],
+) -> None:
+    query_type = make_dataclass("Query", [("text", str), ("most", int, field(default=3))])
+    query_type.__module__ = "__main__"
+
+    def find(query: Any) -> str:
+        """Search."""
+        return str(query.text)
+
+    find.__annotations__["query"] = query_type
+    read = read_function(as_found_by_a_run(find, what="tools"), where="tool")
+    arguments = read.arguments.model_validate({"query": {"text": "a"}})
+    assert arguments.model_dump(by_alias=True) == {"query": {"text": "a", "most": 3}}
 
 
 def test_a_stored_wrapper_is_shown_by_its_own_source(own: ModuleType, tmp_path: Path) -> None:
