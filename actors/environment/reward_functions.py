@@ -258,11 +258,11 @@ class RewardFunction:
     async def _call_in_worker(
         self, arguments: Mapping[str, Any], logs: Collection[str]
     ) -> tuple[Any, Logs]:
-        """Call the function in a worker and return its answer and its logs.
+        """Call the function in a worker process and return its answer and its logs.
 
-        Raises: RewardError if the call exceeds its limit (caused by a CallTimedOut) or ends its
-            process (caused by a CallFailed); CallFailed if the function raises; WorkerLost if the
-            worker that keeps an instance has ended.
+        Raises: RewardError if the call takes longer than `reward_limit_s` (from a CallTimedOut), or
+            if it ends the worker process (from a CallFailed); CallFailed if the function raises;
+            WorkerLost if the call uses an instance in a worker process, and this process has ended.
         """
         held = next((each for each in _flat(self.instance, *arguments.values())), None)
         place = workers.pool() if held is None else held.home
@@ -546,13 +546,13 @@ def load_group_functions(
 def method_as_reward(
     name: str, method: Callable[..., Any], *, target: str = "", instance: Any = None
 ) -> RewardFunction:
-    """Make a reward function of a method that scores its own episode, such as TRL's `get_reward`.
+    """Return a reward function that calls an environment's method, such as TRL's `get_reward`.
 
     The method may take any arguments that a reward function may take, or none.
 
     Args:
-        target: The name by which a worker finds the method; empty if no worker is used.
-        instance: The instance that a worker keeps (a `workers.Held`); None if no worker is used.
+        target: Name of the method for a worker: "module:Class.method"; empty without a worker.
+        instance: Reference to the environment's instance in a worker; None without a worker.
     """
     return replace(_as_called(name, method, weight=1.0), target=target, instance=instance)
 

@@ -114,7 +114,11 @@ class _Unscored:
 
 
 class _Instance:
-    """An episode's environment in a worker, with the function that scores its last step again."""
+    """An episode's environment in a worker process.
+
+    If the environment raises RewardError, `rescore` is the error's function that tries again to
+    score the step.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment

@@ -82,7 +82,10 @@ class RowTensors:
         old_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
     ) -> MicroBatchTerms:
-        """Return the inputs of the loss for the row's trained tokens. Args: tensors [M] float32."""
+        """Return the inputs of the loss for the row's trained tokens.
+
+        Each tensor argument has one float32 value for each trained token.
+        """
         return MicroBatchTerms(
             current_logprobs=current_logprobs,
             behaviour_logprobs=self.behaviour_logprobs,

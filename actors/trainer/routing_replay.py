@@ -2,11 +2,11 @@
 
 Rounding can make the trainer's router choose other experts than the engine's router, which gives
 the token another probability. Only the choice is replayed; the trainer's router still computes the
-weights of the chosen experts, so that the gradient reaches the router. A forward pass gets its
-records in its keyword `replayed_experts`; without records the model uses its own routing. Each
-decoder layer passes the records to its router when the layer begins, also when gradient
-checkpointing computes the layer again. So no state is shared between models or passes. Called by
-`PolicyModel`.
+weights of the chosen experts, so that the gradient reaches the router. The keyword argument
+`replayed_experts` of a forward pass contains the recorded choices; without recorded choices, the
+model uses its own routing. Each decoder layer passes the recorded choices to its router when the
+layer begins, also when gradient checkpointing computes the layer again. So no state is shared
+between models or passes. `PolicyModel` uses this module.
 """
 
 from __future__ import annotations

@@ -198,8 +198,9 @@ class TrajectoryQueue:
     async def finalise(self, step: int, outcomes: RolloutOutcomes) -> tuple[TokenCounts, QueueCut]:
         """Record whether each rollout of a step was trained or evicted, and forget the step.
 
-        Returns: the sampled tokens of attempts that no step took, since the previous step was
-            finalised. Also a cut: the queue's state and its events since the last cut.
+        Returns: counts of the sampled tokens of attempts that no step took; the counts begin at
+            zero after each finalised step. Also a cut: the queue's state and its events since the
+            last cut.
         Raises: ValueError (`QueueState.finalise`).
         """
         await self._opened.wait()
@@ -268,7 +269,7 @@ class TrajectoryQueue:
         return replace(self._state.stats(now=time.monotonic()), blocked_s=dict(self._blocked_s))
 
     async def cut(self) -> QueueCut:
-        """Return the queue's state, and its events since the last cut that any call returned."""
+        """Return a cut: the queue's state, and its events since any call last returned a cut."""
         await self._opened.wait()
         return self._cut()
 

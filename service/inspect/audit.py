@@ -532,7 +532,7 @@ def missing_steps(
 def steps_beyond(
     present: Sequence[int], recorded: Sequence[int], plan: RunSettings | None
 ) -> Iterator[Offence]:
-    """Yield a violation for each step in `present` that the run cannot have begun."""
+    """Yield a violation for each journal file of a step that the run cannot have begun yet."""
     newest = max(recorded, default=0)
     bound = newest + MAX_UNRECORDED
     if plan is not None:

@@ -1,8 +1,9 @@
 """Decide whether a stored run may resume, from which checkpoint, and which checkpoints to keep.
 
-The command checks before anything starts whether the run can resume, and the supervisor checks it
-again at the start of each term. A term also removes the checkpoints that need not be kept. In this
-module a commit is a checkpoint that the run's database records.
+`rayloom train --resume` checks, before anything starts, whether the run can resume. The supervisor
+checks this again at the start of each term, which is the time under one lease of the run. During a
+term, the checkpoints that need not be kept are removed. In this module a commit is a checkpoint
+that the run's database records.
 """
 
 from __future__ import annotations
@@ -151,13 +152,14 @@ def kept_commits(
 ) -> list[Checkpoint]:
     """Return the committed checkpoints to keep, newest first; the caller may remove the others.
 
-    These are the newest `keep` checkpoints, the `keep_best` ones with the highest mean return
-    (`mean_returns`; of equal ones, the newer), and those that `milestones` chooses.
-    Args: term: the caller's term. collapsed_since: the first step of a suspected collapse of the
-        reward; None if no collapse is suspected.
-    Returns: an empty list if this term has not committed a checkpoint yet, or if the directories of
-        all these checkpoints are missing. The caller must then remove nothing.
-    Raises: LeaseLost if another term owns the run.
+    Keep the newest `keep` checkpoints, the `keep_best` checkpoints with the highest mean return
+    (`mean_returns`), and the checkpoints that `milestones` chooses. If two checkpoints have equal
+    mean returns, the newer one counts as better.
+    Args: term: number of the caller's lease on the run. collapsed_since: the first step of a
+        suspected collapse of the reward; None if no collapse is suspected.
+    Returns: an empty list if no checkpoint was committed under this lease yet, or if the
+        directories of all checkpoints to keep are missing. The caller must then remove nothing.
+    Raises: LeaseLost if a newer lease owns the run.
     """
     store.check_lease(term)
     kept = chosen_commits(store, keep=keep, keep_best=keep_best, collapsed_since=collapsed_since)
@@ -169,7 +171,10 @@ def kept_commits(
 def chosen_commits(
     store: ReadOnlyStore, *, keep: int, keep_best: int, collapsed_since: int | None = None
 ) -> list[Checkpoint]:
-    """Return the committed checkpoints to keep, as `kept_commits` does, without its checks."""
+    """Return the committed checkpoints to keep, newest first, by the rules of `kept_commits`.
+
+    Unlike `kept_commits`, this function does not check the lease or the checkpoints' directories.
+    """
     commits = store.checkpoints()
     if not commits:
         return []

@@ -417,7 +417,10 @@ def _live(live: LiveState) -> dict[str, Any]:
 
 
 def write_report(path: Path, *, summary: RunSummary, history: History, config_text: str) -> None:
-    """Write report.html under another name, then rename it. config_text: the effective YAML."""
+    """Write the report of a run to the file `path`, which is replaced atomically.
+
+    config_text: the run's effective configuration as YAML.
+    """
     write_aside(path, render_report(summary=summary, history=history, config_text=config_text))
 
 

@@ -245,7 +245,8 @@ class EngineWatch:
 
     An engine is counted once it has had the current version. It is lost if the weight board no
     longer lists it, except if it was stopped because the user requested fewer engines. An engine
-    that comes back has a new name; so a new engine counts as one that comes back while any is lost.
+    that comes back has a new name. Therefore each new engine counts as an engine that comes back,
+    until all lost engines are replaced.
 
     num_expected: at first the requested number of engines; it rises when more engines appear, and
     falls when engines are stopped on request. num_current: the number of engines that have the

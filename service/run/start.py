@@ -78,9 +78,9 @@ def start_endpoint(config: Config, *, run_id: str, place: dict[str, Any]) -> Any
 
 
 def phase_values(phase: Phase) -> tuple[Metric, ...]:
-    """Return the metrics that show the run's phase as `phase`.
+    """Return the metrics which report that a run is in the phase `phase`.
 
-    The metrics endpoint shows them while the run has no supervisor that could report its phase.
+    The caller sends these metrics to the metrics endpoint while no supervisor reports the phase.
     """
     registry = AtomicRegistry()
     metrics = RunMetrics(registry)
@@ -213,8 +213,9 @@ class SupervisorWatcher:
         """Prepare to watch a supervisor.
 
         restart: starts a supervisor in place of a dead one. show: called with each status, in
-        order. is_stop_asked: returns whether to stop the run. stop_grace_s: seconds from the stop
-        after which the current step is abandoned, if no update was applied yet; None sets no limit.
+        order. is_stop_asked: returns whether to stop the run. stop_grace_s: how many seconds the
+        current step may continue after a request to stop, if no update of the step has been applied
+        by then; None sets no limit.
         """
         self._supervisor = supervisor
         self._restart = restart

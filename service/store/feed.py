@@ -68,9 +68,9 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
-    Each tenant's entries have their own numbers, apart from the numbers of the whole feed. If the
-    entry declares the entries after a number void (`entry.void_after`), a tenant's copy says this
-    with the tenant's own number.
+    Each tenant's entries have their own numbers, apart from the numbers of the whole feed. If
+    `entry.void_after` is set, earlier entries with higher numbers are no longer valid; a tenant's
+    copy states the limit as one of the tenant's own numbers.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)

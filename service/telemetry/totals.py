@@ -1,9 +1,10 @@
 """Sums over a run's step records, updated with each step, so that old rows are not read again.
 
 The store keeps two kinds of totals. The metrics use the totals of all steps that were ever stored.
-The report and summary.json leave out undone steps; for them, the store keeps with each checkpoint
-the totals of the steps that led to it. Invariant: adding records one by one with `plus`, in their
-order, gives bitwise the same sums as a loop over all records.
+The report and summary.json leave out steps that were undone because the run went back to an older
+checkpoint. Therefore the store keeps, with each checkpoint, the totals of the steps that led to the
+checkpoint. Invariant: adding records one by one with `plus`, in their order, gives bitwise the same
+sums as a loop over all records.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class RunTotals:
     def plus(self, record: StepRecord, *, begun_at: float = 0.0) -> RunTotals:
         """Return the totals with the record of the next step added.
 
-        Args: begun_at: start of the step's term, in seconds since 1970.
+        Args: begun_at: start of the step's term (the time under one lease of the run), in seconds
+        since 1970. The time between the previous step and this start does not count in `wall_s`.
         """
         statistics = dict(self.statistics)
         for name, value in record.statistics.items():
@@ -155,8 +157,8 @@ def totals_of(
 ) -> RunTotals:
     """Return the totals over successive step records.
 
-    Args: base: totals of the earlier steps; None if there are no earlier steps. begun_at: start of
-    the records' term, in seconds since 1970.
+    Args: base: totals of the earlier steps; None if there are no earlier steps. begun_at: as for
+    `RunTotals.plus`; all the records are of one term.
     """
     totals = base or RunTotals()
     for record in records:
