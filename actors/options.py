@@ -347,7 +347,8 @@ def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict
     """Return the types of a class's attributes, by the attribute's name.
 
     If a name in an annotation cannot be resolved, for instance in a ClassVar, Any replaces it.
-    unknown: for the recursive call: such names that were found so far, each with Any.
+    unknown: names that earlier calls could not resolve, each mapped to Any. Only the function
+    itself passes this argument.
     """
     try:
         return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)
@@ -387,7 +388,10 @@ def is_options_type(annotation: Any) -> bool:
 
 
 def shown_type(annotation: Any) -> str:
-    """Return the names of the classes of settings in a type, for an error."""
+    """Return the class names of the settings in a type, for an error message.
+
+    Example: CalculatorOptions | None -> "CalculatorOptions"
+    """
     return " | ".join(each.__qualname__ for each in sections_in(annotation))
 
 

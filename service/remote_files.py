@@ -183,8 +183,8 @@ class RemoteDirectory:
     def listing(self) -> dict[str, str]:
         """Return a fingerprint of each file by its path, also if the directory is not complete.
 
-        A fingerprint is the file's size and, if the file system has one, the entity tag, digest or
-        time.
+        A fingerprint has the file's size. It also has an entity tag, an MD5 digest or a time:
+        the first of these that the file system lists.
         """
         with self._translated("listed"):
             found = self._files.find(self._root, detail=True)

@@ -205,8 +205,8 @@ class EnvironmentActor:
 
         Args: kept: the tokens that may be sampled; None allows every token. slots_share: the share
         of rollouts.slots_per_actor that the evaluation may use at a time. keeps_tokens: whether to
-        keep all tokens of each play: a line of JSON (`rollout_line`), which is put into the object
-        store as soon as the play has ended.
+        put a line of JSON with all tokens of a play (`rollout_line`) into the object store as soon
+        as the play has ended. The play's result then has a reference to the line.
         Returns: a result for each play, in the order of the plays; the first SHOWN_SAMPLES results
         have the sampled text.
         """
@@ -310,10 +310,10 @@ class EnvironmentActor:
         )
 
     def _maker_of(self, settings: EnvironmentSettings) -> Callable[[], Environment]:
-        """Return a function that makes an environment, in a worker process or in this process.
+        """Return a function that makes the environment of these settings.
 
-        It runs in this process if it is built in, if `rollouts.inline` is true, or if a worker
-        cannot import its module. Otherwise it runs in a worker process.
+        The environment runs in this process if it is built in, if `rollouts.inline` is true, or if
+        a worker cannot import its module. Otherwise it runs in a worker process.
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
         name, rollouts = settings.environment, settings.rollouts or self._settings.rollouts

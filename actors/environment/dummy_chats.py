@@ -25,9 +25,9 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DummyChat:
-    """An invented chat, after which new messages are rendered to find their tokens.
+    """An invented chat; `rendering` renders new messages after it to learn which tokens they add.
 
-    No text of the chat is contained in another, so each text can be found in the rendering.
+    None of its fields' texts contains another one, so `rendering` can search for each text.
     """
 
     before: tuple[Message, ...]

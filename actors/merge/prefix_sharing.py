@@ -126,9 +126,9 @@ def row_experts(
     Args: forest: from `build_forest` or `build_flat` of the same samples.
     Returns: the row's records, None if no sample has any; and the number of samples' records that
         were replaced by a record with other experts.
-    Example: ids [1, 2, 3] with a record a of 2, and [1, 2, 4] with records b of 2 and c of 4, in
-        the forest [1, 2, 3, 4] -> positions [1, 3], indices [a, c]; the number is 1 if b
-        differs from a, otherwise 0.
+    Example: sample [1, 2, 3] has record a for token 2. Sample [1, 2, 4] has record b for token 2
+        and record c for token 4. In the forest [1, 2, 3, 4], the row's records are a at
+        position 1 and c at position 3. The number is 1 if b differs from a, otherwise 0.
     """
     recorded = [(index, s.experts) for index, s in enumerate(samples) if s.experts is not None]
     if not recorded:
@@ -156,8 +156,8 @@ def row_experts(
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
     """Count the records that were replaced by a record with other experts.
 
-    counting: [R], for each record, the index of the record that is used, which is the record's own
-    index if it was not replaced.
+    counting: [R], the index of the record that replaces each record. A record that was kept has
+    its own index here. Example: [0, 1, 0] means that record 0 replaced record 2.
     """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)
@@ -198,8 +198,8 @@ def measure(samples: Sequence[TokenIds], *, attention_tokens: int, share_prefixe
 class SortedItems:
     """Trajectories, or bundles of neighbouring trajectories, in prefix order; arrays are [N].
 
-    Only the lengths of common prefixes are stored, because the size of any row follows from them
-    without the tokens (`between`).
+    The tokens are not stored. The lengths of the prefixes that neighbours share are enough to
+    compute how many tokens any two items share (`between`), and so the size of any row (`added`).
     """
 
     order: list[int]

@@ -43,14 +43,16 @@ def links_of(
     num_calls: int = 0,
     call_before: Callable[[str], int | None] | None = None,
 ) -> list[Link]:
-    """Return a link for each message: a key by which its position in the conversation is found.
+    """Return a link for each message: a digest of the conversation up to and with this message.
+
+    The link of a tool's result also has the index of the tool call.
 
     `messages` may be the end of a longer conversation. The other arguments then describe the
     earlier messages.
     Results with one id answer the calls with this id in the newest reply that has it, in order.
     Args: after: key of the last earlier message. num_calls: number of tool calls in the earlier
-    messages. call_before: returns the index of the earlier tool call with a given id (of several,
-    the newest), or None if there is no such call.
+    messages. call_before: returns the index of the newest earlier tool call with a given id, or
+    None if no earlier call has this id.
     """
     key, links = after, []
     # The calls with each id that have no result; the last call of an id stays in its list.

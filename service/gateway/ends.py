@@ -138,11 +138,12 @@ def _is_ended_by(
     judged: Node,
     named: int | None,
 ) -> bool:
-    """Return whether a refused request ended the rewarded conversation, and decides the outcome.
+    """Return whether a refused request ended the rewarded conversation.
 
+    If it did, the refusal decides the session's outcome.
     The rewarded conversation is the conversation of the turn `judged`, which gets the session's
-    reward. A trained turn after the refusal shows that the agent continued, but later turns that
-    seem to make a title do not count.
+    reward. If a later turn is trained, the agent went on after the refusal, so the result is False.
+    Later turns that seem to make a title are ignored.
     counted: the trained turns. named: number of the turn to which the client gave the reward; None
     if the client named no turn.
     """
@@ -413,10 +414,10 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 def _starts_over(node: Node, root: Node) -> bool:
     """Return whether the conversation that begins with `root` repeats or continues the turn `node`.
 
-    Such a turn belongs to the task, and is not a title for the conversation.
-    - Repeats: both have the same tools, and the conversation begins with the turn's messages,
-      followed by nothing or by an assistant message.
-    - Continues: an assistant message of the conversation quotes the turn's reply.
+    If it does, the turn did the task, and did not just make a title for the conversation.
+    - Repeats: both have the same tools, and the first prompt of the conversation begins with the
+      turn's messages, followed by nothing or by an assistant message.
+    - Continues: an assistant message in the first prompt quotes the turn's reply.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:
@@ -456,7 +457,11 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _is_continuing(node: Node, nodes: Sequence[Node]) -> bool:
-    """Return whether a turn's conversation has another turn of the task, or quotes a reply."""
+    """Return whether a turn's conversation has several turns, or begins by quoting a reply.
+
+    If the turn is the first of its conversation, turns that the agent marked as auxiliary do not
+    count.
+    """
     return node.parent is not None or node.root.num_of_task > 1 or _is_quoting(node.root, nodes)
 
 

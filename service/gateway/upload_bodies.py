@@ -209,7 +209,7 @@ def _parts(place: str) -> list[int | str]:
 
 
 class Fault(StrEnum):
-    """The kinds of faults in an uploaded trajectory; stable, for programs."""
+    """The error codes for an uploaded trajectory. Clients' programs read them: never change one."""
 
     WRONG_TYPE = "wrong-type"
     """A packed column has a wrong type or shape, or a wrong number of bytes."""

@@ -1,6 +1,6 @@
-"""The tables on a run's page. Pure.
+"""Make the tables on a run's page, with text in every cell, ready for the page's template.
 
-All values are ready for the template. The texts on statistics come from the table of statistics.
+The statistics are named and grouped as in `actors.statistics`. The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ def _evaluations(caption: str, records: Iterable[EvaluationRecord]) -> Table:
 
 
 def _answers_table(evaluation: Evaluations) -> Table:
-    """Compare the answers of the first and the last evaluation to the same held-out tasks."""
+    """Return a table of the answers that the first and the last evaluation gave to held-out tasks.
+
+    Only tasks with an answer in both are shown. The table has no rows before a second evaluation.
+    """
     first, last = evaluation.first, evaluation.last
     if first is None or last is None or first == last:
         return Table(caption="Held-out answers", header=(), rows=())

@@ -191,9 +191,10 @@ class Term:
 
     @property
     def republished(self) -> Sequence[int]:
-        """Versions that replaced another version of the same step.
+        """Versions that replaced the version before them without a new training step.
 
-        A version is replaced if restarted ranks have other weights than the lost ranks had.
+        Each comes from a restart of the trainer: the new ranks' weights differed from the lost
+        ranks' weights, so the new weights were published under the next version number.
         """
         return self._trainer.republished
 
