@@ -151,8 +151,8 @@ def _found_by_run(module: str, path: list[str]) -> str | None:
 def _own_name(function: Callable[..., Any]) -> str:
     """Return the MODULE:NAME by which an object can be imported; empty if there is none.
 
-    The name must give this very object. It may give another one: `functools.wraps` copies the name
-    of the inner function to the wrapper, and a module's attribute may have been replaced.
+    A name that gives another object is not returned. For example, `functools.wraps` gives a wrapper
+    the name of the function inside, and another object may have replaced a module's attribute.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = sys.modules.get(module) if isinstance(module, str) else None

@@ -155,7 +155,11 @@ def _answer_of(
 
 
 def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
-    """Call a method with the columns that it takes; return None if there is no such method."""
+    """Call a method of an instance, if there is one, and return its answer; otherwise None.
+
+    columns: entries of the task's data. The method gets those that its signature names, or all
+    entries if it has a `**` parameter.
+    """
     method = getattr(instance, name, None)
     if method is None:
         return None
@@ -222,9 +226,11 @@ class ToolClass:
     """The columns that the class's method `reset` requires."""
 
     async def made_in(self, home: workers.Home | None, *, limit_s: float) -> Any:
-        """Make and return an instance for an episode, in the worker of `home`.
+        """Make an instance of the class for one episode.
 
-        If `home` is None, the instance is in this process.
+        home: the episode's place in a worker process. The instance stays in this worker, and a
+        reference to the instance (`workers.Held`) is returned. If `home` is None, the instance is
+        made in this process.
         """
         if home is None:
             return await in_thread(self.make)

@@ -90,12 +90,16 @@ async def play_episode(
 ) -> Trajectory:
     """Play one attempt of one rollout, and return its trajectory.
 
-    Args: make_environment: called once; a failure in it is an environment error like any other.
-    max_context_tokens: the engine's limit on prompt and reply together. keeps_last_observation: if
-    the last observation leaves no room for another reply, whether to record as much of it as fits
-    at the end of the sample. A critic can then bootstrap from this state. kept: the tokens that
-    may be sampled in an evaluation; None allows every token.
-    Returns: the trajectory; cancelling the caller's task gives the outcome `cancelled`.
+    If the caller's task is cancelled, the trajectory has the outcome `cancelled`.
+
+    Args:
+        make_environment: Makes the environment, in one call. If this call fails, the outcome is an
+            environment error.
+        max_context_tokens: The engine's limit on prompt and reply together.
+        keeps_last_observation: Whether to record, at the end of the sample, an observation that
+            leaves no room for another reply, as far as it fits. A critic can then bootstrap from
+            this state.
+        kept: Limits which tokens may be sampled in an evaluation. None allows every token.
     """
     # The environment, its tools and its reward functions read these in the episode's context.
     rollout_id.set(assignment.rollout_id)
@@ -284,7 +288,13 @@ class _Episode:
     def _check_chat(
         self, method: str, messages: Sequence[Message], *, history: Sequence[Message] = ()
     ) -> None:
-        """End the episode if the policy could not see who speaks or which call a result answers."""
+        """Check that the chat template shows the policy what an environment's messages mean.
+
+        The policy must see who speaks, and which tool call each result answers. Otherwise the
+        episode ends with an environment error.
+
+        method: the environment's method that returned `messages`, for the error.
+        """
         try:
             self._renderer.template.check_chat(messages, history=history)
         except RenderError as error:

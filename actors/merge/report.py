@@ -1,6 +1,8 @@
-"""Compute a step's counts and statistics from the members and rows of its batch.
+"""Compute the counts and statistics of a training step, for its record.
 
-A statistic that is not known (no return, nothing trained) is absent, not 0. Called by `step`.
+They are computed from the step's trajectories (`Member`) and from the packed rows of the batch. A
+statistic without a value is left out instead of being 0, for example if nothing was trained.
+`actors.merge.step` calls this module.
 """
 
 from __future__ import annotations
@@ -141,7 +143,12 @@ class StepReport:
 
 
 def report_step(groups: Sequence[Sequence[Member]], shards: Sequence[RankShard]) -> StepReport:
-    """Describe a step by its members and its packed rows."""
+    """Count and average what a step trains.
+
+    Args:
+        groups: The step's trajectories, group by group.
+        shards: The packed rows that each trainer rank trains.
+    """
     members = [member for group in groups for member in group]
     trajectories = [member.trajectory for member in members]
     rows = [r for shard in shards for part in shard.minibatches for r in part]

@@ -6,8 +6,9 @@ change is a numbered event; the caller drains and stores the events. After a cra
 not stored are drained again with the same numbers. Only the ids of rollouts in flight are kept, so
 that the ledger does not grow with the run.
 
-The ledger also counts the sampled tokens of attempts that no step took; the record of the next step
-includes these counts. Called by the queue state. The merge actor uses the same reasons.
+The ledger also counts the sampled tokens of attempts that no training step used. The record of the
+next step includes these counts. The trajectory queue's state owns the ledger. The merge actor uses
+the ledger's eviction reasons for the rollouts that it excludes from a step.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class EvictionReason(StrEnum):
     def of(cls, outcome: Outcome) -> EvictionReason:
         """Return the eviction reason of a trajectory that is dropped because of its outcome.
 
-        Raises: ValueError for `completed`, which no policy may drop.
+        Raises: ValueError for `completed`, because a completed trajectory is never dropped.
         """
         if outcome is Outcome.COMPLETED:
             raise ValueError("ledger: a completed trajectory cannot be dropped; mask or train it")

@@ -328,9 +328,9 @@ class SubmitAnswer(StrictBody):
 
     @staticmethod
     def json_of(reply: SubmitReply, caller: Caller) -> bytes:
-        """Return the JSON of the answer to a request that was accepted with `reply`.
+        """Return the JSON that the API answers after the run has accepted a client's tasks.
 
-        msgspec encodes the reply directly. This is faster than creating a `SubmitAnswer` first.
+        The run's reply is encoded directly, which is faster than creating a `SubmitAnswer` first.
         """
         return msgspec.json.encode(
             {

@@ -229,10 +229,16 @@ def _misspelt(
 
 
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
-    """Return two answers, each as its text, its description and whether it is a reference answer.
+    """Return two answers with which to try a user's functions.
 
-    A made-up answer replaces a reference answer that the data lack. column: the column with the
-    reference answers; None chooses a column.
+    The first is the task's reference answer, and the second is a different reference answer of
+    another task. A made-up answer takes the place of an answer that is not found in the data.
+
+    Args:
+        column: The column of the data with the reference answers. If None, one is chosen.
+
+    Returns: for each answer its text, a description, and whether it is a reference answer.
+    Raises: ConfigError if `column` is given but gives no answer for the task.
     """
     found = reference_of(task, column)
     if found is None and column is not None:

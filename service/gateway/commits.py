@@ -44,9 +44,11 @@ class GroupCommit:
     """Writes the changes of all sessions of a gateway; nothing else in the gateway writes sessions.
 
     If the database does not answer, `commit` raises after `hold_s`, but the change stays in the
-    queue, and the `RunStore` continues to try. If the store gives up too, or the lease is lost, the
-    object writes nothing more, and the gateway ends. The next gateway continues from the stored
-    changes. They may include turns that no client received. Belongs to one event loop.
+    queue, and the `RunStore` keeps trying to write it. If the `RunStore` gives up, or if another
+    supervisor has taken over the run, nothing more is written, and the gateway ends. The next
+    gateway continues from the stored changes. They may include turns that no client received.
+
+    Use an instance only in one event loop.
     """
 
     def __init__(self, store: SessionStore, *, term: int, hold_s: float) -> None:
@@ -88,11 +90,13 @@ class GroupCommit:
     async def commit(self, change: Change) -> None:
         """Store a change, after all earlier ones; it is durable when this returns.
 
-        If this method raises, or its caller is cancelled, the client does not receive the turn that
-        the change adds. If such a turn is still in the queue, it is stored as unseen.
+        If this method raises, do not send the client the turn that the change adds. After StoreAway
+        or a cancellation, the turn is marked as unseen by the client once it is stored.
+
         Raises: StoreAway if the database does not answer within `hold_s`; the change then stays in
-            the queue. TooLate if the change came too late; it is then not stored. LeaseLost,
-            StoreError if writing has failed. RuntimeError after `close`.
+            the queue. TooLate if the change is not stored, such as after the session has ended
+            (`SessionStore.apply` lists the cases). LeaseLost, StoreError if writing has failed.
+            RuntimeError after `close`.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.add(change, done)

@@ -1,8 +1,11 @@
-"""The routes of sessions: creation and end, and the dialects that agents speak.
+"""HTTP routes that create and end sessions, and through which agents sample turns.
 
-A request for a turn is answered whole or as a stream of the dialect's events. The events are made
-after the turn has been sampled. A stream begins after one second, and carries heartbeats until the
-turn is sampled. An error within the first second is answered with its own HTTP status instead.
+An agent may use any of several chat APIs (dialects), such as OpenAI's or Anthropic's. A turn is
+answered with one JSON body, or as a stream of the dialect's events if the client asks for a stream.
+
+A stream begins when the turn is sampled, but at most one second after the request. Until the turn
+is sampled, the stream has only heartbeats; then all events of the turn follow. An error before the
+stream begins gets its own HTTP status, and a later error becomes an event.
 """
 
 from __future__ import annotations
@@ -98,8 +101,9 @@ _ESCAPE = re.compile(
 def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSettings) -> None:
     """Add the routes of sessions, and the check of their keys before a body is read.
 
-    Args: port: the gateway's sessions; in a run's API this is `service.gateway.client`'s
-    `_RemoteSessions`, which calls the gateway's process.
+    Args:
+        port: The gateway's sessions. A run's API has them in another process, and passes a client
+            (`_RemoteSessions` in `service.gateway.client`) that calls this process.
     """
     app.state.check_session_key = SessionKeyCheck(
         lambda session_id, digest: port.check_key(session_id, digest), app.state.callers
@@ -312,9 +316,9 @@ def _add_agents_route(
     summary: str,
     description: dict[str, Any],
 ) -> None:
-    """Add a route of a dialect twice: with the session in the path, and without it.
+    """Add a route for agents twice: at `/sessions/NAME` followed by `path`, and at `path` alone.
 
-    If the path has no session, a header or the key names it.
+    A request to `path` alone names the session in a header, or by the session's key.
     """
 
     async def bound(request: Request, name: str) -> Response:

@@ -1,9 +1,13 @@
-"""Handles of the weight board and the metrics endpoint, and the API's client of the supervisor.
+"""Call actors of a run as if they were local objects.
 
-A handle (`remote_handle`) has the methods of its actor, so that only the actor declares their
-signatures. Each call has a deadline and may raise `ActorLost`, but no error of Ray. If the weight
-board is lost, the supervisor starts a new term from the newest checkpoint. The other actors of a
-run are called through `await_reply` (`service.remote_calls`), and the ranks through `TrainerGroup`.
+`remote_handle` wraps an actor in an object with the actor's methods, so that only the actor
+declares the signatures. It is used for the weight board and the metrics endpoint. `run_client`
+gives the API a client of the run's supervisor.
+
+Each call through a handle has a deadline. A call raises `ActorLost` instead of Ray's own errors if
+the actor has died or is late. If the weight board is lost, the supervisor recovers the run from the
+newest checkpoint. The other actors are called through `await_reply` (`service.remote_calls`), and
+the trainer's ranks through `TrainerGroup`.
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """A handle of the merge actor. If the actor dies, the handle starts a new one.
+    """A handle of the merge actor that starts a new actor, and repeats the call, if the actor dies.
 
-    The calls raise PayloadsLost, and ActorLost after MAX_ATTEMPTS; `build` also raises ScoresLost.
+    Raises: ActorLost if MAX_ATTEMPTS actors die or are late in one call; PayloadsLost if data of
+        finished rollouts are gone. `build` also raises ScoresLost if the ranks' scores are gone.
     """
 
     def __init__(

@@ -1,9 +1,15 @@
 """The stored submissions of clients.
 
-A submission is stored before its request is answered, and bound to a group before it is played.
-Every write needs the term of the lease. Reads leave out the rows that a later term undid. When a
-submission is over, its task, bindings, results and sessions' turns are deleted. Its id, digest and
-end, and the rows of its sessions, are kept while it is among the newest ended submissions.
+A submission is a task that a client sent. The store saves a submission before the client gets an
+answer, and saves the group of rollouts that plays the submission before these rollouts start.
+
+A term is the part of a run from a start, a recovery or a return to an older checkpoint until the
+next of these. Every write names the supervisor's term, and fails with LeaseLost if another
+supervisor has begun a newer term. Reads leave out rows that a later term undid.
+
+When a submission is over, the store deletes the task, the bindings to groups, the results and the
+turns of the sessions. The id, the digest, the final state and the rows of the sessions stay until
+enough newer submissions are over.
 """
 
 from __future__ import annotations
@@ -82,8 +88,10 @@ class SubmissionStore:
     ) -> list[Submission]:
         """Store these requests as accepted, in one transaction; return a submission for each.
 
-        request_keys: for each task from an HTTP request with an Idempotency-Key, by the task's id:
-        the digest of this key, and the digest of all tasks of the HTTP request.
+        Args:
+            request_keys: Maps the id of each task that was sent with an Idempotency-Key to two
+                digests: one of the key, one of all tasks in the HTTP request.
+
         Raises: LeaseLost.
         """
         accepted_at = time.time()
@@ -150,9 +158,13 @@ class SubmissionStore:
         ]
 
     def bind(self, groups: Mapping[str, str], *, term: int) -> list[RolloutRequest]:
-        """Store which submission each new group plays; return the submissions' requests.
+        """Assign submissions to new groups of rollouts, and return the submissions' requests.
 
-        groups: ids of submissions, by group id. Raises: LeaseLost.
+        Args:
+            groups: Maps the id of each new group to the id of the submission that it will play.
+
+        Returns: one request for each group, in the order of `groups`.
+        Raises: LeaseLost.
         """
         rows = [
             {"term": term, "group_id": group_id, "submission_id": submission_id}
@@ -305,9 +317,9 @@ class SubmissionStore:
         return [(position, name, ended) for position, name, ended in rows]
 
     def begin_term(self, lease: Lease) -> None:
-        """Tell clients about a return to an older checkpoint, by an entry in the feed.
+        """Add a feed entry that tells clients if the new term goes back to an older checkpoint.
 
-        Do nothing if the lease continues from the newest checkpoint, or from none.
+        Nothing is added if the new term continues from the newest checkpoint, or without one.
         Raises: LeaseLost, StoreError.
         """
         parent, commits = lease.parent, tables.checkpoints.c
@@ -330,7 +342,8 @@ class SubmissionStore:
     def read(self) -> StoredSubmissions:
         """Return the submissions that are not over, with their bindings, results and events.
 
-        Only surviving rows are returned (`service.store.lineage`).
+        Bindings, results and events that a return to an older checkpoint undid are left out
+        (`service.store.lineage`).
         """
         accepted, bindings, results = (
             tables.submissions.c,

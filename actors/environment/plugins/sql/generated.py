@@ -29,7 +29,10 @@ MAX_TRUE_ROWS = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlData:
-    """The data of a task for the environment `sql`; a task without data needs only its seed."""
+    """A question about a database, as the data of a task for the environment `sql`.
+
+    If a task has no data, the environment makes the question from the task's seed.
+    """
 
     __pydantic_config__ = strict_unless_empty(
         allOf=[
