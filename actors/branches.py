@@ -1,8 +1,8 @@
 """Guess from token ids why a turn began a new sample instead of extending one.
 
 The turn's prompt is compared with the sample that has the longest common prefix with it. The guess
-assumes that the prompt replaced one span of the sample's tokens. The span begins at the first token
-that differs, and ends where the rest of the sample follows in the prompt. The reason is
+assumes that the prompt has other tokens in place of one span of the sample, and the same tokens
+before and after the span. The span begins at the first token that differs. The reason is
 
 - tools_changed, if the span is in the first prompt, which has system text and tool schemas
 - retokenised, if the span is in sampled tokens: the same text was encoded differently
@@ -81,11 +81,11 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Find the last tokens of the sample in the prompt; return the index after them, or None.
+    """Return the prompt index at which the (changed) copy of the sample ends; None if not found.
 
-    The part of the prompt that corresponds to the sample ends at this index; what follows is new.
-    The search begins at `position`. It looks for the sample's last ANCHOR_TOKENS tokens, then for
-    fewer, down to SHORTEST_ANCHOR_TOKENS.
+    Later tokens of the prompt are new. The copy ends where the sample's last tokens are found in
+    the prompt, searched from `position` on: first the last ANCHOR_TOKENS tokens, then fewer, down
+    to SHORTEST_ANCHOR_TOKENS.
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):

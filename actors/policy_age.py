@@ -58,10 +58,10 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the last valid version of a term; None if no later term has begun.
+    """Return the version after which all versions of a term are undone; None if none is undone.
 
     Each start or recovery of a run begins a new term. The new term continues from a version, and
-    undoes all later versions of the earlier terms.
+    undoes all later versions of the earlier terms. The newest term has no undone versions.
 
     Args: first_versions: the version from which each term continued, by term.
     Example: {1: 0, 2: 6, 3: 4, 4: 8}: terms 1 and 2 -> 4; term 3 -> 8; term 4 -> None

@@ -37,9 +37,10 @@ _NO_IDS: TokenIds = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class _OpenSample:
-    """An open sample. Its ids are the ids of its newest turn: the prompt, then the sampled ids.
+    """A sample that further turns may extend.
 
-    last_id: the last of these ids. observed: tokens that follow these ids at the end of an episode.
+    The sample's ids are the prompt and the sampled ids of its newest turn. `last_id` is the last of
+    these ids. `observed` has the tokens that the environment added at the end of the episode.
     """
 
     parent: int | None

@@ -145,9 +145,9 @@ class PolicyAnswer(StrictBody):
 class PoliciesAnswer(StrictBody):
     """The policy versions, each with the engines and checkpoints that have it.
 
-    If a run continues from a checkpoint, it uses the version numbers after the checkpoint a second
-    time, for other policies. So an engine that still has an undone policy is listed in `starting`,
-    without a version.
+    A run that returned to a checkpoint gives the later version numbers to new policies. An engine
+    that still has an old policy with such a number is therefore not listed under the number, but in
+    `starting`.
     """
 
     term: int

@@ -300,9 +300,9 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of the section that a setting holds; an empty schema if it holds none.
+    """Return the JSON schema of a setting that is a section; {} if the setting is a plain value.
 
-    Some settings, such as `mixture`, map names that the user chooses to sections. For them, return
+    In some settings, such as `mixture`, the user names several sections. For such a setting, return
     a schema with one property for each name in `value`.
     """
     for each in (setting, *setting.get("anyOf", ())):
@@ -395,7 +395,7 @@ _NOT_YAML = (yaml.YAMLError, ValueError, AttributeError)
 
 
 def why_missing(path: Path | str) -> str:
-    """Return the predicate for an error about a path that leads to no file.
+    """Return the words that follow a missing file's path in an error message.
 
     Examples: "does not exist"; "is a link to /old/data, which does not exist".
     """

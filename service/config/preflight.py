@@ -104,7 +104,8 @@ def check_with_model(
 ) -> None:
     """Run the checks that need the model's files.
 
-    Args: model_path: directory of the model's files; a tiny model must have been built there.
+    Args: model_path: the model's directory or hub name. For `model.tiny`, a directory to which at
+        least the tiny model's tokenizer has been written.
         was_loaded: whether the resumed run has loaded this model before.
         tell: called with each warning about the tasks. By default these warnings are dropped,
         because a run repeats them when it opens its tasks.
@@ -276,9 +277,10 @@ def check_stop_tokens(model_path: str) -> None:
 def check_token_ids(config: Config, directory: Path) -> None:
     """Check that the model has all tokens of its chat template, and a token that ends an answer.
 
-    A tokenizer may have tokens that the model lacks: Gemma 3 has such a token for images, and a
-    user may add tokens without resizing the embedding. Raises: ConfigError if the template has such
-    a token or one that the tokenizer splits, or if only tokens that the model lacks end an answer.
+    A tokenizer may have tokens that the model lacks: Gemma 3's tokenizer has one for images, and a
+    user may add tokens without resizing the embedding.
+    Raises: ConfigError if the model lacks a token of the template or the tokenizer splits one, or
+    if the model lacks every token that ends an answer.
     """
     if (vocabulary := vocabulary_size(directory)) is None:
         return

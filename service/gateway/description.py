@@ -1,6 +1,6 @@
-"""Describe the dialects' routes in the OpenAPI document.
+"""Describe the routes of OpenAI's and Anthropic's protocols in the OpenAPI document.
 
-The text is made from each dialect's table of parameters and its function for errors.
+The text is made from each protocol's table of parameters and its function for errors (`Dialect`).
 """
 
 from __future__ import annotations

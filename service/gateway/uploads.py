@@ -40,7 +40,10 @@ AGAIN_S = 1.0
 
 
 class Uploads:
-    """Uploaded trajectories, and sampling without a session; belongs to one event loop."""
+    """A gateway's service for clients that sample on their own and upload whole trajectories.
+
+    The clients can also sample tokens here without a session. Use an instance in one event loop.
+    """
 
     def __init__(
         self,

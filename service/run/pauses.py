@@ -3,8 +3,8 @@
 The parts are admission, training and generation (`Pausable`). A pause is stored in the database,
 and lasts until the operator resumes the part, even if the run meanwhile gets a new term or a new
 supervisor. The supervisor owns the `Pauses`. The loop waits at the gates of admission and training.
-The gate of generation stops nothing: for a pause of generation, the term stops the queue and the
-engines.
+Nothing waits at the gate of generation: if generation is paused, `service.run.term` stops the queue
+and the engines directly.
 """
 
 from __future__ import annotations

@@ -90,8 +90,9 @@ class RestartableQueue:
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
         """Wait up to `timeout_s` until the queue can admit groups; return the free group numbers.
 
-        Call `admit` to give them tasks. Like the methods below, this method calls the queue actor's
-        method of the same name, which explains it.
+        `admit` then gives a task to each group number. This method and the methods below call the
+        queue actor's methods with the same names; see their docstrings
+        (`actors.trajectory_queue.actor`).
         """
         slots: list[OpenSlot] = await self._change("admissible", timeout_s)
         return slots
@@ -122,7 +123,10 @@ class RestartableQueue:
         await self._change("cancel_all")
 
     async def cut(self) -> QueueSnapshot:
-        """Fetch and record all events up to now; return the queue's state, with the tasks."""
+        """Return the queue's current state, with the tasks, to be stored in a checkpoint.
+
+        All events up to this state have been passed to the recorder.
+        """
         await self._change("cut")
         snapshot = self._whole_snapshot()
         assert snapshot is not None, "the first cut of a queue has a snapshot"
@@ -249,9 +253,9 @@ class CutsInOrder:
     """
 
     def __init__(self, keep: Keep) -> None:
-        """Expect the cuts of the queue's first process.
+        """Begin with cut 0 of the queue's first process (see the class for what a cut is).
 
-        keep: called with each cut, in order, and with the argument `admitted` of `take_in`.
+        keep: called with each cut, in order, and with the `admitted` that `take_in` got with it.
         """
         self._keep = keep
         self._num_kept = [0]
@@ -262,7 +266,10 @@ class CutsInOrder:
 
     @property
     def opening(self) -> int:
-        """The number of restarts of the queue; `take_in` accepts only cuts with this `opening`."""
+        """The number of the queue's restarts, which is also the number of its current process.
+
+        `take_in` accepts only cuts of this process (`QueueCut.opening`).
+        """
         return len(self._num_kept) - 1
 
     @property

@@ -57,9 +57,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The part of one term that survives, which means that no later term undid it.
+    """The steps and events of one term that survive, which means that no later term undid them.
 
-    A bound that is None means that all later steps or events of the term survive too.
+    Steps survive up to `last_step`, and events up to `last_event_seq`. If a bound is None, all
+    steps or all events of the term survive.
     """
 
     term: int
@@ -109,7 +110,8 @@ def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
 class RecordKind(StrEnum):
     """The subject of a stored record: a step, a scheduled evaluation, or a requested evaluation.
 
-    Among the surviving records of one kind, a later record has a greater position (`Place`).
+    A reader keeps one position (`Place`) for each kind, to find that kind's newer records: among
+    the records of one kind that no later term undid, a later record has a greater position.
     """
 
     STEP = "step"
@@ -300,9 +302,9 @@ def lineage_totals(connection: Connection, term: int, *, last_step: int | None =
 
 
 def surviving_spans(connection: Connection) -> list[Span]:
-    """Return the surviving parts of the newest term and of the terms that it continues.
+    """Return which steps and events survive of the newest term and of the terms that it continues.
 
-    The oldest term is first. The list is empty if no supervisor has ever had the lease.
+    The oldest term is first. The list is empty if no term of the run has begun yet.
     """
     newest = newest_term(connection)
     if newest == 0:
@@ -316,11 +318,13 @@ def surviving_spans(connection: Connection) -> list[Span]:
 
 
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
-    """Return the checkpoints to which a run can return, newest first, each directory once.
+    """Return the checkpoints to which a run can return, newest first.
 
-    These are the checkpoints whose queue snapshot is still stored (`retention`), and which no later
-    term undid. If a term skipped checkpoints that it could not read, they are left out only once
-    the term has committed a checkpoint: until then they may become readable again.
+    The queue snapshot of each checkpoint is still stored (`retention`), and no later term (start or
+    recovery of the run) undid the checkpoint. If a directory was committed again, only the newest
+    of its checkpoints is returned. If a term starts from an older checkpoint because the newer ones
+    cannot be read, the newer ones are left out only after the term has committed a checkpoint:
+    until then they may become readable again.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -341,10 +345,11 @@ def newest_term(connection: Connection) -> int:
 
 
 def lease_digests(store: ReadOnlyStore) -> dict[int, str]:
-    """Return a digest of each lease, by term, to compare copies of a run.
+    """Return a digest for each term of a run, to find out whether two databases are of one run.
 
-    Two copies have equal digests for the terms before the copy was made, and different digests for
-    later terms.
+    The digest covers the term's lease: which process ran the term, and since when. After a database
+    was copied, both copies have equal digests for the terms that had begun before, and different
+    digests for later terms.
     """
     leases = tables.leases.c
     query = select(leases.term, leases.owner, leases.process, leases.acquired_at)
@@ -373,10 +378,11 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 
 
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
-    """Return `term` and the earlier terms that it continues, newest first.
+    """Return `term` and the earlier terms that it continues, newest first, with their ends.
 
-    Each earlier term comes with the checkpoint from which the run continued in a later term; `term`
-    comes with None. Example: term 3 continued from checkpoint c of term 1 -> [(3, None), (1, c)]
+    The end of an earlier term is the checkpoint from which the next term of the list started.
+    The end of `term` itself is None.
+    Example: term 3 started from checkpoint c of term 1 -> [(3, None), (1, c)]
     """
     leases = tables.leases.c
     parents = dict(connection.execute(select(leases.term, leases.parent_checkpoint)).all())

@@ -132,9 +132,9 @@ class CodeTools:
         """Call the tool of SEARCH_TOOLS with this name, and return its answer for the policy.
 
         directory: the result of `open`. arguments: must satisfy the tool's schema.
-        Raises: BadArguments if an argument has a wrong form, so that no repository could answer the
-            call; ToolFailed if the call fails; ServerFailed if a confined process cannot be
-            started.
+        Raises: BadArguments if an argument is wrong for every repository, such as a pattern that is
+            no regular expression; ToolFailed if the call fails; ServerFailed if a confined process
+            cannot be started.
         """
         settings = self._settings
         request = {
