@@ -66,12 +66,10 @@ def links_of(
                 answers = call_before(call_id)
         key = _digest(key, _canonical(message, answers))
         links.append(Link(key, answers))
-        of_reply: dict[str, list[int]] = {}
-        for call_id, _, _ in message.call_texts:
-            if call_id:
-                of_reply.setdefault(call_id, []).append(num_calls)
-            num_calls += 1
-        unanswered |= of_reply
+        ids = [call_id for call_id, _, _ in message.call_texts]
+        for call_id in filter(None, set(ids)):
+            unanswered[call_id] = [num_calls + i for i, other in enumerate(ids) if other == call_id]
+        num_calls += len(ids)
     return links
 
 
@@ -80,7 +78,8 @@ def tools_key(
 ) -> bytes:
     """Return a key of tools and template options, which does not depend on the order of tools."""
     options = [_json(dict(template_options))] if template_options else []
-    return _digest(*sorted(_json(_tool_form(tool)) for tool in tools), *options)
+    forms = [(tool.name, tool.description, dict(tool.parameters)) for tool in tools]
+    return _digest(*sorted(map(_json, forms)), *options)
 
 
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
@@ -135,10 +134,6 @@ def _whole_number(text: str) -> float | int:
     """Return a number as JavaScript reads it: 1234567890123456789 as 1234567890123456800."""
     value = int(text)
     return value if abs(value) <= _MOST_EXACT else _number(text)
-
-
-def _tool_form(tool: ToolSchema) -> tuple[str, str, object]:
-    return tool.name, tool.description, dict(tool.parameters)
 
 
 def _json(value: object) -> bytes:
