@@ -468,7 +468,10 @@ def _with_times_reported(found: Dataset, what: str) -> Dataset:
 
 
 def _check_source(source: str, path: Path, what: str) -> None:
-    """Raise BadTaskFile if `source` looks like a path and is not a directory."""
+    """Raise BadTaskFile if `source` looks like a local path but no such directory exists.
+
+    The caller has already handled the sources that are files.
+    """
     is_pattern = any(each in source for each in "*?[")
     has_spaces = source != source.strip()
     looks_local = (

@@ -1,10 +1,11 @@
-"""Run a server, and end all of the server's processes when the server or its user ends.
+"""Run a server for a process, and end all of the server's processes when either of them ends.
 
     python -I -S server_keeper.py PID COMMAND...
 
-The user is the process that starts this program (`mcp_servers`); PID is its process id. COMMAND
-starts the server. A server may start other processes (launchers such as npx, uvx or `sh -c` do),
-which would outlive the server and the user. Therefore the program consists of two processes:
+PID is the id of the process that starts this program and uses the server (`mcp_servers`); below, it
+is called the user. COMMAND starts the server. A server may start other processes (launchers such as
+npx, uvx or `sh -c` do), which would outlive the server and the user. Therefore the program consists
+of two processes:
 
 - The first process is the user's child. It starts the second, and passes signals on to it.
 - The second process, the keeper, starts the server, and becomes the parent of the server's orphaned

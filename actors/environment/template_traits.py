@@ -30,7 +30,7 @@ _NAMED = r"[^\s<{]++\s*+\{"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """The form in which a family of models writes its calls."""
+    """The form in which a family of models writes tool calls, and vLLM's parser of this form."""
 
     parser: str
     """Name of the parser in vLLM."""
@@ -52,11 +52,16 @@ class CallForm:
     """Whether vLLM reads the first calls of a reply, even in a thought, and no later ones."""
 
     def has_unread(self, text: str, arguments: Sequence[str]) -> bool:
-        """Return whether a reply begins more calls than the parser has read.
+        """Return whether a reply starts more tool calls than vLLM's parser has read.
 
+<<<<<<< HEAD
         text: the reply without its thinking; with it if no parser of thoughts is used. arguments:
         the arguments of each call that the parser has read. If the text that begins a call occurs
         in these arguments, it begins no call there.
+=======
+        text: the reply without its thinking. arguments: the arguments of each call that the parser
+        has read. Text inside of these arguments does not count as the start of a call.
+>>>>>>> 4fa741ad (actors, service: rewrite eighteen docstrings of commands, store and settings)
         """
         # A thought may mention the form of a call. Most parsers then still read the later calls.
         searched = text if self.is_first_read else visible_text(text)

@@ -14,7 +14,7 @@ from actors.types import Attempt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The settings that the merge actor keeps for a whole term of a run."""
+    """The settings for building a batch, which are the same for every step until a restart."""
 
     algorithm: AlgorithmSettings
     trainer: TrainerSettings

@@ -159,18 +159,19 @@ def join_prompts(prompts: Sequence[Int32s], *, num_tokens: int, vocab_size: int)
 
 
 def published_text(start: CheckText, samples: Sequence[CheckSample], *, most: int) -> CheckText:
-    """Return the text of the check after a publication: `start` and an engine's continuation.
+    """Return the text that is scored after new weights are published.
 
-    most: the largest number of tokens that an engine accepts as a prompt.
+    The text is `start`, followed by the first of an engine's continuations of `start`, if there is
+    one. It is shortened to `most` tokens, the longest prompt that an engine accepts.
     """
     token_ids = np.concatenate([start.token_ids, *[each.token_ids for each in samples[:1]]])
     return CheckText(token_ids=token_ids[:most].astype(np.int32))
 
 
 def far_end(text: CheckText) -> CheckText:
-    """Return the same text, of which only the last FAR_TOKENS tokens are scored.
+    """Return a check's text for a quicker check, which scores only the last FAR_TOKENS tokens.
 
-    Faults that depend on the position appear there, and the check takes less time.
+    Faults that depend on a token's position appear at the end of the text.
     """
     if text.token_ids.size <= FAR_TOKENS + text.first_scored:
         return text

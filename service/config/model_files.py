@@ -130,7 +130,7 @@ def template_warnings(
 ) -> Iterator[str]:
     """Yield a sentence for each fault of the chat template that does not prevent a run.
 
-    observations: the first observation of each environment, whose tools the template shows.
+    observations: the first observation of each environment. The check renders their tools.
     Raises: ConfigError if the tokenizer cannot be loaded.
     """
     try:

@@ -55,7 +55,7 @@ _DUMP_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Selection of the user's own code that is imported and called before the start."""
+    """Options for what to call when the user's own code is tried; it is always imported."""
 
     begins: bool = True
     """Whether to begin the first task of each environment."""
@@ -326,7 +326,10 @@ class _Trials:
         self._lost(self._call, "hung", f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Record the current call as "ended". Raises: ConfigError if there is no current call."""
+        """Handle a child that exited early: record that the current call ended the process.
+
+        Raises: ConfigError if no call was in progress.
+        """
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]

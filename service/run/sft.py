@@ -1,10 +1,10 @@
 """Run supervised training on chats, with checkpoints and a record of each step.
 
-The training uses the same ranks and checkpoints as every run, and replaces lost ranks in the same
-way. A directory of `rayloom sft` has no database: a checkpoint with a manifest is complete, and a
-resumed training continues from the newest one. Invariants: a step depends only on the chats, the
-seed and the step's number, so a training that was killed has the same losses after it resumes;
-`metrics.jsonl` has each step once. `service.cli.sft` calls this module.
+Trainer ranks, checkpoints and the replacement of lost ranks work as in RL (`rayloom train`). A
+directory of `rayloom sft` has no database. A checkpoint is complete if it has a manifest, and a
+resumed training continues from the newest complete checkpoint. Invariants: a step depends only on
+the chats, the seed and the step's number, so a training that was killed has the same losses after
+it resumes; `metrics.jsonl` has one line for each step. `service.cli.sft` calls this module.
 """
 
 from __future__ import annotations

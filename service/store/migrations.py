@@ -2,9 +2,9 @@
 
 Invariants: a step converts format N to N + 1 and is never edited after its release. A step uses
 only the connection, so that it can be run again after a rollback. No step changes the tables
-`format`, `leases` and `checkpoints`, which are read before the conversion. `RunStore` runs the
-steps in the transaction that takes the lease, so that two processes never run them at once, and a
-run is never between two formats.
+`format`, `leases` and `checkpoints`, which are read before the conversion. All steps run in one
+transaction, so a database is never between two formats. A starting run migrates its database in
+the transaction that makes it the only writer (`RunStore`), so two processes never migrate at once.
 
 A step describes the tables as they were in its format, with its own `MetaData`, because the tables
 in `tables.py` change. Every step gets its own test in `tests/store/test_migrations.py`, which also
@@ -64,10 +64,10 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 
 
 def _keep_which_message_was_instructions(connection: Connection) -> None:
-    """Add a column: whether a conversation's first message came from a request's `instructions`.
+    """Add the column `is_instructed`: the first message came from a request's `instructions`.
 
-    If a later request has `instructions` too, they replace such a message. The old version replaced
-    every first system message in this way, so old turns get true.
+    The `instructions` of a later request replace a first message only if this column is true. Old
+    rows get true, because the old version replaced every first system message.
     """
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)
@@ -84,7 +84,7 @@ def _keep_which_version_wrote(connection: Connection) -> None:
 
 
 def _drop_the_intents_to_sample(connection: Connection) -> None:
-    """Drop the unused table of requests whose turn was being sampled."""
+    """Drop the table `session_intents` (requests without a reply yet), which no code reads."""
     Table("session_intents", MetaData()).drop(connection, checkfirst=True)
 
 

@@ -155,9 +155,10 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    This is the step for which the sum of `border - mean`, over this step and all later steps, is
-    largest. The search begins LEVEL_STEPS // 4 steps before the level fell to the border. The level
-    is a mean over several steps, so it falls later than the means of single steps.
+    border: a mean return below the level before the fall. For each step, `border - mean` is summed
+    over this step and all later steps. The step with the largest sum is returned. The search begins
+    LEVEL_STEPS // 4 steps before the level fell to `border`, because a level is a mean over several
+    steps and falls later than the means of single steps.
     """
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
@@ -170,9 +171,10 @@ def _onset(steps: Sequence[_Step], border: float) -> int:
 
 
 def _step_noise(steps: Sequence[_Step]) -> float:
-    """Return the standard deviation of single steps' mean returns among the newest steps.
+    """Return how much the mean return varies from step to step, as a standard deviation.
 
-    The estimate is robust and ignores slow changes: it uses differences of neighbouring steps.
+    The estimate is robust and ignores slow changes: it uses the differences of neighbouring steps
+    among the newest steps. The result is at least the median standard error of these steps' means.
     """
     newest = steps[-3 * LEVEL_STEPS :]
     changes = [abs(b.mean - a.mean) for a, b in pairwise(newest)]

@@ -67,7 +67,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalQaData:
-    """The data of a task for `retrieval_qa`; a task without data needs only its seed."""
+    """The question of a task for `retrieval_qa`, with its answers.
+
+    With the generated corpus, the data may be left out: the task's seed then chooses a question.
+    """
 
     __pydantic_config__ = strict_unless_empty(required=["question", "answers"])
 
