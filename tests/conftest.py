@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # Fixtures that a process shares among its tests and that take long to start, by a part of the text
 # of each file that uses them.
 SHARED = {
-    "cluster": re.compile(r'"cluster"|\bcluster: None'),
+    "cluster": re.compile(r'usefixtures\([^)]*"cluster"|\bcluster: None'),
     "ranks": re.compile(r"\b(one_rank|two_ranks)\b"),
     "postgresql": re.compile(r"\bpostgresql"),
 }

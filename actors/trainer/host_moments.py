@@ -21,9 +21,9 @@ class HostMomentsAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` with its moments in pinned memory of the machine."""
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state, and move the moments back to the host.
+        """Load a state, and keep the moments on the host.
 
-        torch loads the moments to the device.
+        torch's own method puts them on the device of the parameters, so they are moved back.
         """
         super().load_state_dict(state_dict)
         for parameter in self.state:

@@ -143,10 +143,10 @@ class ShadowVerifier:
         *,
         extras: frozenset[str] = frozenset(),
     ) -> _Found | str:
-        """Call the function with a run's time limit, and in the same context as in a run.
+        """Await `ask`, which calls the reward function, as a run would call it.
 
-        The context has the settings of the trajectory's environment, the task's id and the step.
-        Return the result of `ask`, or a text with the reason if the call failed.
+        The call has a run's time limit and context: the settings of the trajectory's environment,
+        the task's id and the step. Return the result of `ask`; if the call failed, the reason.
         """
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.

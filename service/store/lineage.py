@@ -110,8 +110,8 @@ def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
 class RecordKind(StrEnum):
     """The subject of a stored record: a step, a scheduled evaluation, or a requested evaluation.
 
-    A reader keeps one position (`Place`) for each kind, to find that kind's newer records: among
-    the records of one kind that no later term undid, a later record has a greater position.
+    Records of one kind are ordered by their position (`Place`). A reader keeps the position of the
+    last record that it has read, one for each kind, and so finds the newer ones.
     """
 
     STEP = "step"

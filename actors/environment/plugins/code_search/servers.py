@@ -118,7 +118,7 @@ class _Server:
             while data:
                 data = data[os.write(self.process.stdin.fileno(), data) :]
         except OSError:
-            raise NoAnswer("the program ended") from None
+            raise NoAnswer("the tools' process ended before the call; repeat it") from None
         return self._read(limit_s=limit_s)
 
     def _read(self, *, limit_s: float) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class CodeTools:
         try:
             answer = await self._pool.ask(request, limit_s=settings.call_limit_s)
         except NoAnswer:
-            raise ToolFailed("The call took too long; narrow it.") from None
+            raise ToolFailed("The call failed or took too long; narrow it.") from None
         text: str = answer["text"]
         if answer["is_error"]:
             raise BadArguments(text) if answer["is_malformed"] else ToolFailed(text)
