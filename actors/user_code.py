@@ -93,7 +93,7 @@ def shown_json(value: object) -> str:
 
 
 def json_type_of(value: object) -> str:
-    """Return `type_of` of a value of a JSON or YAML file, with null in place of None."""
+    """Return the name of a value's type as `type_of` does, but null for None, as JSON has it."""
     return "null" if value is None else type_of(value)
 
 

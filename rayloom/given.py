@@ -286,7 +286,7 @@ def write_rows(dataset: Iterable[Mapping[str, Any]], directory: Path) -> Path:
 
 
 def without_file(text: str, directory: Path) -> str:
-    """Replace the name of the file that `write_rows` wrote by "dataset" in an error's text.
+    """Put "dataset" into an error's text, in place of the name of the file that `write_rows` wrote.
 
     The file is removed after the error, so its name would not help the user.
     """

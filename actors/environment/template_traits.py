@@ -54,9 +54,9 @@ class CallForm:
     def has_unread(self, text: str, arguments: Sequence[str]) -> bool:
         """Return whether a reply starts more tool calls than vLLM's parser has read.
 
-        text: the reply without its thinking; with it if no parser of thoughts is used. arguments:
-        the arguments of each call that the parser has read. If the text that begins a call occurs
-        in these arguments, it begins no call there.
+        text: the reply without its thinking, or the whole reply if no reasoning parser is used.
+        arguments: the arguments of each call that the parser has read. A text in them that looks
+        like the start of a call is not counted.
         """
         # A thought may mention the form of a call. Most parsers then still read the later calls.
         searched = text if self.is_first_read else visible_text(text)

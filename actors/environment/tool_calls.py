@@ -248,9 +248,9 @@ def _with_integers(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> d
 
 
 def _as_integer(value: Any, schema: Any) -> Any:
-    """Return a whole number as an `int` if its schema allows integers, but not other numbers.
+    """Convert a whole number such as 5.0 to `int` if the schema allows no numbers but integers.
 
-    The items of a list are converted in the same way.
+    Any other value is returned unchanged. The items of a list are converted in the same way.
     """
     choices = list(_choices(schema))
     if isinstance(value, list):

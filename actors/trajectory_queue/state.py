@@ -114,7 +114,7 @@ class QueueState:
                 self._ledger.drop_tokens(tokens.known())
 
     def admissible(self) -> list[OpenSlot]:
-        """Return the free group numbers, ascending. A number is new, or its group was evicted."""
+        """Return the numbers without a group, ascending: new ones and those of evicted groups."""
         if self._is_ended:
             return []
         numbers = range(self._window.oldest, self._window.admissible_end)

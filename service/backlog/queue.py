@@ -365,8 +365,8 @@ class SubmissionQueue:
             num_before = count(name) + num_ahead
             if num_before + num_new > most:
                 refused = self._full(
-                    f"this key has {num_before} already, got {num_new} more, expected at most "
-                    f"{most} together ({limit} of the key)",
+                    f"this key has {num_before} of {limit} already, got {num_new} more, expected "
+                    f"at most {most} together",
                     excess=1,
                 )
                 return replace(refused, is_quota=True, is_too_large=num_new > most)

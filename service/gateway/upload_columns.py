@@ -257,8 +257,8 @@ def _expert_indices(value: list[list[list[int]]] | Packed, fail: Fail) -> NDArra
         raise fail(
             Fault.WRONG_TYPE,
             "experts",
-            "expected nested lists of equal lengths, [tokens, layers, experts], of experts' "
-            "numbers",
+            "expected a nested list [tokens, layers, experts] without gaps, of expert indices from "
+            f"0 to {(1 << 15) - 1}",
         )
     return wide.astype(np.uint8 if wide.max(initial=0) < 1 << 8 else np.int16)
 

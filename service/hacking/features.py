@@ -394,7 +394,7 @@ class Window:
             return sums / counts
 
     def recent_mean(self, values: Floats, among: Bools) -> float:
-        """Return the mean over the trajectories in `among` of the newest steps; NaN without any."""
+        """Return the mean over the newest steps' trajectories that `among` selects; NaN if none."""
         chosen = values[among & self.is_recent]
         return float(chosen.mean()) if chosen.size else float("nan")
 

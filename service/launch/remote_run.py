@@ -220,10 +220,10 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory at the address that this run did not upload, or None.
+    """Return the name of the first directory at the address that is not this run's, or None.
 
-    Call this only if the address has no complete copy. A directory then belongs to this run only if
-    it has an unfinished upload that recorded one of the run's leases.
+    A directory is this run's if the marker of its unfinished upload names one of the run's leases.
+    Call this only if the address has no complete copy.
     leases: the digests of this run's own leases, by term (the lease's number).
     """
     for name in _candidates(remote):

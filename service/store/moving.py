@@ -200,7 +200,7 @@ def _sequence_name(connection: Connection, name: str, column: str) -> Any:
 
 
 def _continue_numbers(connection: Connection, name: str, column: str, last: int) -> None:
-    """Make the database number new rows from `last` + 1 upwards."""
+    """Set the counter of a table, so that the next new row gets the number `last` + 1."""
     if last == 0:
         return
     if connection.dialect.name != "sqlite":

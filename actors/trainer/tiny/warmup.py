@@ -226,7 +226,8 @@ def imitate(
 ) -> tuple[float, ...]:
     """Train the model in place; return the loss of each step, in nats per token.
 
-    deal: function that returns the next step's conversations, in one sequence for each kind.
+    deal: function that returns the next step's conversations, in one sequence for each kind of task
+    (such as guessing or tool calls).
     """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0

@@ -471,7 +471,7 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return the items that show a reply to the client: reasoning, message and calls.
 
-    A reply without calls always has a message item, even an empty one. Clients send the items back
+    A reply without calls has a message item even if its text is empty. Clients send the items back
     in the next request, and the item's id then names this turn.
     """
     message, calls = reply.message, shown_calls(reply)
