@@ -15,6 +15,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -397,7 +398,9 @@ def _as_plain(row: Any, where: str, left_out: set[str]) -> dict[str, Any]:
     for column, value in values.items():
         plain = value
         try:
-            name = column if isinstance(column, str) else json.dumps(column)
+            if not isinstance(column, str | int | float | None):
+                raise TypeError(f"the column's name is {type_of(column)}, not a text")
+            name = column if isinstance(column, str) else json.dumps(column, allow_nan=False)
             if name in found:
                 raise TypeError(f"another column is also named {name}")
             plain = as_json(value)
@@ -405,10 +408,10 @@ def _as_plain(row: Any, where: str, left_out: set[str]) -> dict[str, Any]:
                 left_out.add(name)
             else:
                 json.dumps(plain, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            is_float = isinstance(plain, float)
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of a sparse tensor
+            is_odd = isinstance(plain, float) and not math.isfinite(plain)
             problem = str(error) or type_of(error)
-            got = repr(plain) if is_float else f"a value that is not JSON ({problem})"
+            got = repr(plain) if is_odd else f"a value that is not JSON ({problem})"
             raise ConfigError(
                 f"{where}, column {column}: got {got}, expected texts, finite numbers, dates, "
                 "true, false, null, lists, and dicts whose keys are texts; convert the value, or "

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.environment.array_values import python_values
 from actors.environment.data_files import (
     SUFFIXES,
     TEXT_SUFFIXES,
@@ -267,15 +268,14 @@ def as_json(value: Any) -> Any:
     """Return a value as JSON: dates as ISO texts, durations in seconds, decimals as numbers.
 
     Numbers, texts and arrays of numpy and pandas become plain values, and tuples become lists.
-    Other values that are not JSON, such as bytes and missing dates, stay as they are.
-    Raises: TypeError for a key that is not a text, which JSON would turn into one.
+    Other values that are not JSON, such as bytes and pandas' missing dates, stay as they are.
+    Raises: TypeError for a key that is not a text, and for masked or missing values in an array.
     """
     if type(value) in _PLAIN:
         return value
     if hasattr(value, "tolist") and not has_bytes(value):
-        kind = getattr(getattr(value, "dtype", None), "kind", "")
-        # numpy returns times that are finer than Python's as integers.
-        return as_json((value.astype(f"{kind}8[us]") if kind in ("M", "m") else value).tolist())
+        plain = python_values(value)  # numpy's longdouble stays as it is
+        return plain if type(plain) is type(value) else as_json(plain)
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, date | time):

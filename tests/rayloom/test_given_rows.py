@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from pydantic import BaseModel
 from torch.utils.data import Subset
 
@@ -135,6 +136,22 @@ def test_nulls_that_a_data_set_adds_to_tool_schemas_are_removed(tmp_path: Path) 
         ),
         ([{"prompt": "q", "1": 1, 1: 2}], "row 1, column 1: got .*another column is also named 1"),
         ([{"prompt": "q", "when": pd.NaT}], "row 1, column when: got a value that is not JSON"),
+        *(
+            ([{"prompt": "q", "when": value}], rf"row 1, column when: got a value .*{words}")
+            for value, words in (
+                (np.datetime64("NaT"), "a missing date or duration"),
+                (np.array(["2024-01-01", "NaT"], dtype="M8[ns]"), "a missing date or duration"),
+                (np.datetime64("20000-01-01"), "one that Python cannot hold"),
+                (np.ma.array([1, 2], mask=[True, False]), "an array with masked values"),
+                (np.longdouble(1.5), "longdouble is not JSON"),
+                (torch.eye(2).to_sparse(), "convert the value"),
+            )
+        ),
+        (
+            pd.DataFrame([[1]], columns=pd.MultiIndex.from_tuples([("a", "x")])),
+            r"row 1, column \('a', 'x'\): got .*the column's name is a tuple, not a text",
+        ),
+        ([{"prompt": "q", math.nan: 1.5}], "row 1, column nan: got a value that is not JSON"),
         ([{"prompt": "\ud800"}], "row 1, column prompt: got a value that is not JSON"),
     ],
 )  # fmt: skip
