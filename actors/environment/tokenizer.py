@@ -196,8 +196,8 @@ def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found
+    found: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def tokenizer_fingerprint(tokenizer: ChatTokenizer) -> str:
@@ -266,7 +266,7 @@ def _added_by_settings(model: str) -> list[int] | int | None:
         # The class of a configuration has defaults too: LlamaConfig's end is token 2.
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         texts = config.get_text_config(decoder=True)
-    except (OSError, ValueError):
+    except Exception:  # noqa: BLE001  # a class of a configuration may raise any error
         return None  # The engines refuse such a model.
     ends = (getattr(each, "eos_token_id", None) for each in (config, texts))
     return next((each for each in ends if each is not None), None)

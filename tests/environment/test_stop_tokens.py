@@ -73,6 +73,21 @@ def test_without_generation_settings_the_models_configuration_adds_stop_tokens_a
     assert stop_token_ids(str(model)) == (OWN,)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param([], id="a_list"),
+        pytest.param({"model_type": "llama", "hidden_size": 63}, id="refused_by_the_class"),
+        pytest.param({"model_type": "gemma3", "text_config": [1]}, id="a_part_is_a_list"),
+    ],
+)
+def test_a_configuration_that_transformers_cannot_read_adds_no_stop_token(
+    model: Path, settings: Any
+) -> None:
+    (model / "config.json").write_text(json.dumps(settings))
+    assert stop_token_ids(str(model)) == (OWN,)
+
+
 def test_a_model_without_a_stop_token_is_refused(model: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.eos_token = None
