@@ -36,6 +36,7 @@ from service.config.preflight import (
     check_stop_tokens,
 )
 from service.config.sft import SftConfig
+from service.config.special_tokens import check_special_tokens
 from service.launch.cluster import joined
 from service.launch.model_directories import with_converted_models
 from service.launch.run_dir import RunDir, check_new, held_alone, model_path
@@ -201,6 +202,7 @@ def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[t
     settings = config.sft
     try:
         tokenizer = load_tokenizer(model, chat_template=config.model.chat_template)
+        check_special_tokens(tokenizer, was_loaded=was_loaded, tell=warn)
         encoder = ChatEncoder(
             tokenizer,
             stop_token_ids=stop_ids_of(model, tokenizer),

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from actors.environment.protocol import Observation
-from actors.environment.tokenizer import is_raw, load_tokenizer, stop_ids_of, stop_token_ids
+from actors.environment.tokenizer import load_tokenizer, stop_ids_of, stop_token_ids
 from actors.environment.user_names import BadName, find
 from actors.limits import GIB
 from actors.trainer.settings import ADAPTER
@@ -39,6 +39,7 @@ from service.config.model_files import (
     vocabulary_size,
 )
 from service.config.sections import OwnTrackerSettings
+from service.config.special_tokens import check_special_tokens
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
@@ -114,7 +115,7 @@ def check_with_model(
     """
     check_model(config, model_path, was_loaded=was_loaded)
     check_stop_tokens(model_path)
-    check_token_ids(config, Path(model_path))
+    check_token_ids(config, Path(model_path), was_loaded=was_loaded, tell=tell_template)
     check_prompts(config, model_path, observations, tell=tell)
     for warning in template_warnings(config, model_path, observations):
         tell_template(warning)
@@ -274,11 +275,18 @@ def check_stop_tokens(model_path: str) -> None:
         raise ConfigError(f"model.path: {error}") from error
 
 
-def check_token_ids(config: Config, directory: Path) -> None:
+def check_token_ids(
+    config: Config,
+    directory: Path,
+    *,
+    was_loaded: bool = False,
+    tell: Callable[[str], None] = _logger.warning,
+) -> None:
     """Check that the model has all tokens of its chat template, and a token that ends an answer.
 
     A tokenizer may have tokens that the model lacks: Gemma 3's tokenizer has one for images, and a
     user may add tokens without resizing the embedding.
+    was_loaded, tell: as for `check_special_tokens`.
     Raises: ConfigError if the model lacks a token of the template or the tokenizer splits one, or
     if the model lacks every token that ends an answer.
     """
@@ -305,18 +313,7 @@ def check_token_ids(config: Config, directory: Path) -> None:
                 "a row of the embedding for each token of the template; resize the model's "
                 "embedding (resize_token_embeddings of transformers), or set model.chat_template"
             )
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    for number, token in added.items():
-        text = str(token)
-        is_end = number == tokenizer.eos_token_id and "eos_token" in template
-        if not (token.special and (is_end or text in template)) or is_raw(tokenizer):
-            continue
-        if number not in (ids := tokenizer.encode(text, add_special_tokens=False)):
-            raise ConfigError(
-                f"model.path: the tokenizer of {directory} makes ids {ids} of {text!r}, which its "
-                f"chat template writes; expected the special token {number}; set "
-                "split_special_tokens to false in tokenizer_config.json"
-            )
+    check_special_tokens(tokenizer, was_loaded=was_loaded, tell=tell)
 
 
 def check_model(config: Config, model_path: str, *, was_loaded: bool) -> None:

@@ -16,8 +16,9 @@ from safetensors.numpy import load_file, save_file
 from actors.environment.protocol import Message, Observation, Role, ToolSchema
 from actors.environment.tokenizer import load_tokenizer
 from actors.trainer.tiny.model import build_tiny_model
+from service.cli.sft import _checked_chats
 from service.config import preflight
-from service.config.file import ConfigError, parse_config
+from service.config.file import ConfigError, parse_config, parse_sft
 from service.config.model_files import template_warnings
 from service.config.tree import Config
 
@@ -301,6 +302,25 @@ def test_a_tokenizer_that_splits_the_templates_special_tokens_is_refused(directo
     expected = r"^model\.path: .* makes ids \[.*, .*\] of '<.*; set split_special_tokens to false"
     with pytest.raises(ConfigError, match=expected):
         preflight.check_token_ids(config_with(directory), directory)
+    # A resumed run has used the tokenizer before.
+    found: list[str] = []
+    config = config_with(directory)
+    observations = preflight.check_without_model(config)
+    preflight.check_with_model(
+        config,
+        observations,
+        model_path=str(directory),
+        was_loaded=True,
+        tell_template=found.append,
+    )
+    assert len(found) == 1 and re.search(expected, found[0])
+    # `rayloom sft` has the same check.
+    row = {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}
+    chats = directory / "chats.jsonl"
+    chats.write_text(json.dumps(row))
+    tree = {"model": {"path": str(directory)}, "sft": {"dataset": str(chats)}}
+    with pytest.raises(ConfigError, match=expected):
+        _checked_chats(parse_sft(tree, source="test"), str(directory), was_loaded=False)
     # The end token may be named only by its variable.
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     named = config_with(directory, model={"path": str(directory), "chat_template": template})
