@@ -434,7 +434,7 @@ def _dataset(
             if not isinstance(saved, DatasetDict):
                 return saved
             return _split_of(saved, split, what, section=section)
-        _check_source(source, path, what)
+        _check_source(source, path, what, section)
         read = read_directory(path, split=split, subset=subset, what=what, section=section)
         if read is not None:
             return read
@@ -467,11 +467,8 @@ def _with_times_reported(found: Dataset, what: str) -> Dataset:
     return found
 
 
-def _check_source(source: str, path: Path, what: str) -> None:
-    """Raise BadTaskFile if `source` looks like a local path but no such directory exists.
-
-    The caller has already handled the sources that are files.
-    """
+def _check_source(source: str, path: Path, what: str, section: str) -> None:
+    """Raise BadTaskFile if `source` looks like a local path but is not a file or a directory."""
     is_pattern = any(each in source for each in "*?[")
     has_spaces = source != source.strip()
     looks_local = (
@@ -485,6 +482,9 @@ def _check_source(source: str, path: Path, what: str) -> None:
     )
     if looks_local and not path.is_dir():
         remedy = "name the directory, whose files are read" if is_pattern else "correct it"
+        split = re.fullmatch(r"[\w.-]+/[\w.-]+\[([^\[\]]+)\]", source)
+        if split and not path.parent.is_dir():
+            remedy = f"set {section}.split to {split[1]!r}, and leave it out of the name"
         raise BadTaskFile(
             f"{what}: not found; expected a file, a directory, or a hub's name such as "
             f"openai/gsm8k; {'remove the spaces around it' if has_spaces else remedy}"

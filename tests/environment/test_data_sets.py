@@ -300,6 +300,8 @@ def test_wrong_settings_and_files_are_refused_with_what_was_found(tmp_path: Path
         ("rows.jsonl ", {}, "not found.*; remove the spaces around it"),
         ("rows/*.jsonl", {}, "not found.*; name the directory, whose files are read"),
         ("rows*", {}, "not found.*; name the directory"),
+        ("./rows[12]", {}, "not found.*; name the directory"),
+        ("openai/gsm8k[test]", {}, "not found.*; set tasks.split to 'test', and leave it out"),
         (file, {"columns": {"task_id": "long"}}, "column long is missing"),
         (jsonl(tmp_path / "ids.jsonl", [{"task_id": "a\n"}]), {"columns": {}}, "printable"),
         (long_id, {"columns": {}}, r"task_id: got 'a{79}… of 600 characters, expected at most 512"),
