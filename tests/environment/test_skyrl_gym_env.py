@@ -132,12 +132,25 @@ async def test_messages_are_read_as_those_of_a_data_set() -> None:
 
 async def test_an_observation_may_have_text_parts_and_a_number_but_no_image() -> None:
     environment = SkyRLGymEnvironment(SkyRLGymOptions(**COUNTING))
-    for given, shown in (('[{"type": "text", "text": "Again."}]', "Again."), ("0", "0")):
+    for given, shown in (
+        ('[{"type": "text", "text": "Again."}]', "Again."),
+        ("0", "0"),
+        ('["a", 1]', "['a', 1]"),
+    ):
         await environment.reset(_task(prompt="Go.", start=3))
         assert (await _answered(environment, given)).messages[0].content == shown
     await environment.reset(_task(prompt="Go.", start=3))
-    with pytest.raises(ValueError, match=r"content\[0\]: got 'image_url', expected a text part"):
+    wrong = r"skyrl_gym: the environment's message 1: content\[0\]: got 'image_url', expected"
+    with pytest.raises(ValueError, match=wrong):
         await _answered(environment, '[{"type": "image_url"}]')
+    await environment.close()
+
+
+async def test_a_user_message_of_the_environment_may_lack_its_content() -> None:
+    environment = SkyRLGymEnvironment(SkyRLGymOptions(**COUNTING))
+    silent = {"role": "user", "content": None}
+    start = await environment.reset(_task(prompt=[silent, {"role": "user"}], start=3))
+    assert [each.content for each in start.messages] == ["From 3.", "", ""]
     await environment.close()
 
 

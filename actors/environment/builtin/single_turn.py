@@ -353,7 +353,7 @@ def chat_message(row: Mapping[str, Any]) -> Message:
         if row.get(name) and role is not expected:
             raise ValueError(
                 f"a message of role {row['role']} has {name}, which only role {expected} "
-                "may have; correct the data"
+                f"may have; remove {name}, or correct the role"
             )
     reasoning = row.get("reasoning_content") or row.get("reasoning") or row.get("thinking")
     return Message(

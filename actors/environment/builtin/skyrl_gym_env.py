@@ -118,12 +118,23 @@ def _make(spec: Any, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -
 
 
 def _messages(chat: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    return tuple(chat_message({**each, "content": _content(each.get("content"))}) for each in chat)
+    messages = []
+    for number, each in enumerate(chat, start=1):
+        try:
+            messages.append(chat_message({**each, "content": _content(each)}))
+        except ValueError as error:
+            raise ValueError(f"skyrl_gym: the environment's message {number}: {error}") from error
+    return tuple(messages)
 
 
-def _content(given: Any) -> Any:
-    # An environment may give a number where a text belongs.
-    return given if given is None or isinstance(given, list | tuple) else str(given)
+def _content(message: Mapping[str, Any]) -> Any:
+    """Return a message's content if it is a list of parts; otherwise return it as text.
+
+    The environment may give a number, or a list of other values. Missing content is an empty text.
+    """
+    given = message.get("content")
+    is_parts = isinstance(given, list | tuple) and all(isinstance(p, Mapping) for p in given)
+    return given if is_parts else "" if given is None else str(given)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
