@@ -74,7 +74,7 @@ def dies() -> str:
 class Desk:
     def reset(self, answer, **columns):
         self.answer, self.items = answer, []
-        return columns.get("shown", " Desk:")
+        return self if columns.get("shown") == "self" else columns.get("shown", " Desk:")
     def put(self, item: str) -> int:
         """Put it there."""
         self.items.append(item)
@@ -230,17 +230,18 @@ async def test_an_instance_keeps_its_state_until_its_worker_ends() -> None:
 async def test_text_parts_of_a_reset_are_added_and_other_values_are_refused(inline: bool) -> None:
     rollout_settings.set(RolloutSettings(inline=inline))
     parts = [{"type": "text", "text": " Board"}, {"type": "text", "text": ": X."}]
-    for shown, added in ((parts, " Board\n: X."), (None, ""), ([], ""), (" X.", " X.")):
+    unshown = ((shown, "") for shown in (None, [], True, False, "self"))
+    for shown, added in ((parts, " Board\n: X."), (" X.", " X."), *unshown):
         environment = ToolsEnvironment(ToolsOptions(tools=("contained_of_test.py:Desk",)))
         start = await environment.reset(task(answer="", shown=shown))
         assert start.messages[-1].content == f"Go.{added}"
         await environment.close()
     for shown, got in (
-        ([*parts, {"type": "image"}], r"\[2\]: got 'image'"),
-        ({"a": 1}, ": got a dict"),
+        ([*parts, {"type": "image"}], r"a wrong list: content\[2\]: got 'image'"),
+        ({"a": 1}, "a dict, expected text, a list of text parts or None; return one of these"),
     ):
         environment = ToolsEnvironment(ToolsOptions(tools=("contained_of_test.py:Desk",)))
-        with pytest.raises(ValueError, match=f"tool .*Desk: its reset returned content{got}"):
+        with pytest.raises(ValueError, match=f"tool .*Desk: reset returned {got}"):
             await environment.reset(task(answer="", shown=shown))
         await environment.close()
 

@@ -45,7 +45,7 @@ from actors.environment.tool_turns import BadArguments, ToolFailed, ToolTurns
 from actors.limits import STRICT, Natural, Positive
 from actors.options import Several
 from actors.types import Task
-from actors.user_code import CallFailed, CallTimedOut
+from actors.user_code import CallFailed, CallTimedOut, type_of
 
 TOOLS = "tools"
 """Registered name of this environment."""
@@ -165,10 +165,8 @@ class ToolsEnvironment(SingleTurnEnvironment):
         messages = list(self.first_messages(task.data))
         for each, instance in zip(classes, self._instances, strict=True):
             seen = await each.call(instance, "reset", task.data, limit_s=limit_s)
-            try:
-                added = text_of_content(seen)
-            except ValueError as error:
-                raise ValueError(f"tool {each.name}: its reset returned {error}") from error
+            # A reset that ends with `return True` or `return self` shows nothing.
+            added = "" if isinstance(seen, bool | each.made) else _text_of_reset(each.name, seen)
             messages[-1] = replace(messages[-1], content=messages[-1].content + added)
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
 
@@ -236,6 +234,18 @@ class ToolsEnvironment(SingleTurnEnvironment):
             if home is not None:
                 home.close()
             await asyncio.gather(*(server.close() for server in servers))
+
+
+def _text_of_reset(name: str, seen: object) -> str:
+    if seen is not None and not isinstance(seen, str | list | tuple):
+        raise ValueError(
+            f"tool {name}: reset returned {type_of(seen)}, expected text, a list of text parts or "
+            "None; return one of these"
+        )
+    try:
+        return text_of_content(seen)
+    except ValueError as error:
+        raise ValueError(f"tool {name}: reset returned a wrong list: {error}") from error
 
 
 def _text_of(error: BaseException | None) -> str:
