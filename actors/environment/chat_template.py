@@ -159,8 +159,8 @@ class ChatTemplate:
         """Check that the policy can see who speaks, and which call each result answers.
 
         If two user messages, or two system messages, have different names, the template must show
-        names. A message without a name counts as named after its role. Names of assistant messages
-        are not checked, because the policy's own replies have no names.
+        names. Messages without a name, or with the role's name, are not compared, and nor are
+        assistant messages, because the policy's own replies have no names.
         Args: history: the chat before `messages`; empty, or it ends with the policy's reply.
         Raises: RenderError if `check_results` raises it; and if two user messages, or two system
             messages, have different names that the template does not show.
