@@ -45,31 +45,31 @@ def links_of(
 ) -> list[Link]:
     """Return a link for each message: a digest of the conversation up to and with this message.
 
-    The link of a tool's result also has the index of the tool call.
-
-    `messages` may be the end of a longer conversation. The other arguments then describe the
-    earlier messages.
-    Results with one id answer the calls with this id in the newest reply that has it, in order.
-    Args: after: key of the last earlier message. num_calls: number of tool calls in the earlier
-    messages. call_before: returns the index of the newest earlier tool call with a given id, or
-    None if no earlier call has this id.
+    The link of a tool's result also has the index of the tool call. If an id repeats in the last
+    reply, its results answer these calls in order; other results answer the newest call with their
+    id. `messages` may follow earlier messages, which the arguments describe.
+    Args: after: key of the last earlier message. num_calls: number of earlier tool calls.
+    call_before: returns the index of the newest earlier call with a given id, None for other ids.
     """
     key, links = after, []
-    # The calls with each id that have no result; the last call of an id stays in its list.
+    newest: dict[str, int] = {}
+    # The calls with each id in the last reply that have no result.
     unanswered: dict[str, list[int]] = {}
     for message in messages:
         answers = None
         if call_id := message.tool_call_id:
             if same := unanswered.get(call_id):
-                answers = same.pop(0) if len(same) > 1 else same[0]
-            elif call_before is not None:
+                answers = same.pop(0)
+            elif (answers := newest.get(call_id)) is None and call_before is not None:
                 answers = call_before(call_id)
         key = _digest(key, _canonical(message, answers))
         links.append(Link(key, answers))
-        ids = [call_id for call_id, _, _ in message.call_texts]
-        for call_id in filter(None, set(ids)):
-            unanswered[call_id] = [num_calls + i for i, other in enumerate(ids) if other == call_id]
-        num_calls += len(ids)
+        if message.role is Role.ASSISTANT:
+            unanswered = {}
+        for call_id, _, _ in message.call_texts:
+            newest[call_id] = num_calls
+            unanswered.setdefault(call_id, []).append(num_calls)
+            num_calls += 1
     return links
 
 

@@ -134,13 +134,25 @@ def test_reading_a_conversation_in_two_parts_gives_the_links_of_the_whole(
     calling = st.lists(names, max_size=2).map(lambda ids: says("", *map(call, ids)))
     message = calling | names.map(user) | names.map(lambda name: result(name, "4"))
     chat = data.draw(st.lists(message, min_size=1, max_size=8))
+    # The earlier part ends with a turn, whose calls have unique ids.
     cut = data.draw(st.integers(1, len(chat)))
+    chat.insert(cut - 1, says("", *map(call, data.draw(st.lists(names, unique=True)))))
     ids = [call_id for each in chat[:cut] for call_id, _, _ in each.call_texts]
     newest = {call_id: number for number, call_id in enumerate(ids)}
     whole, first = links_of(chat), links_of(chat[:cut])
     rest = links_of(chat[cut:], after=first[-1].key, num_calls=len(ids), call_before=newest.get)
     assert first + rest == whole
     assert len({link.key for link in whole}) == len(whole)
+
+
+@pytest.mark.parametrize("num_earlier", [0, 1])
+def test_results_after_a_later_reply_answer_the_newest_call_with_their_id(num_earlier: int) -> None:
+    results = [result("a", "1"), result("a", "2")]
+    began = (says("", call("a"), call("a")), *results[:num_earlier], says("sampled"))
+    whole, first = links_of((*began, *results)), links_of(began)
+    rest = links_of(results, after=first[-1].key, num_calls=2, call_before={"a": 1}.get)
+    assert [link.answers for link in rest] == [1, 1]
+    assert first + rest == whole
 
 
 def test_tools_have_the_same_key_in_any_order() -> None:
