@@ -49,6 +49,8 @@ from actors.user_code import bounded, in_thread, type_of
 MAX_SHOWN = 1000
 # The end of the text by which Python shows an object that has no text of its own.
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
+# A string or bytes in quotes, as `repr` shows it.
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 # Methods of a class that the policy cannot call.
 _OWN = frozenset({"reset", "close", "get_reward"})
 
@@ -325,7 +327,8 @@ def _as_json(found: object) -> str:
         return found if isinstance(found, str) else _dumped(found)
     except (TypeError, ValueError):
         text = str(found)
-        if _ADDRESS.search(text):
+        # An address in a quoted text, such as a key of a dict, is the user's text.
+        if _ADDRESS.search(text) and _ADDRESS.search(_QUOTED.sub("", repr(found))):
             raise ToolFailed(
                 f"the tool returned {type_of(found)} that cannot be written as JSON, expected text "
                 "or JSON values; return its text"

@@ -588,10 +588,10 @@ async def test_an_object_given_as_json_text_is_parsed() -> None:
         # Values that JSON does not have.
         ({"a": math.nan, "b": -math.inf}, '{"a": NaN, "b": -Infinity}'),
         (Share(part=math.nan), '{"part":null}'),
-        ({(1, 2): 3}, "{(1, 2): 3}"),
+        ({(1, 2): "<A at 0x7f>"}, "{(1, 2): '<A at 0x7f>'}"),
         (CYCLE, "[1, [...]]"),
         (b"text", "text"),
-        (b"\xff", "b'\\xff'"),
+        (b"\xff <A at 0x7f>", "b'\\xff <A at 0x7f>'"),
         ([b"\xff"], "[b'\\xff']"),
     ],
 )
