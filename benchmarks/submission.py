@@ -36,12 +36,12 @@ from fastapi import FastAPI, Request, Response
 from worlds.runs.run_driver import START_S, Run, running, small_config
 from worlds.servers.ports import free_port
 
+from actors.network import HAPROXY_VARIABLE
 from actors.trainer.tiny.model import build_tiny_model
 from benchmarks.environment import describe_environment
 from benchmarks.http_connection import HttpConnection
 from benchmarks.pairs import Spread, interleave, rounds
 from benchmarks.sessions import cpu_by_part
-from service.haproxy import VARIABLE
 from service.launch.cluster import attached
 
 NUM_CLIENTS, TASKS_PER_REQUEST = 64, 16
@@ -186,7 +186,7 @@ def main() -> None:
     if asked.echo_on is not None:
         deploy_echo(asked.echo_on)
         return
-    os.environ.update({"RAYLOOM_API_KEY": KEY, VARIABLE: "1"})
+    os.environ.update({"RAYLOOM_API_KEY": KEY, HAPROXY_VARIABLE: "1"})
     # The run's Ray admits processes with its token. The benchmark sets the token for the process
     # that deploys the echo, because Ray reads it when it is first imported.
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)})

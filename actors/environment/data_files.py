@@ -3,7 +3,7 @@
 The `datasets` library selects the files of a directory. This module reads the files itself, because
 the library gives each column one type and so changes values: the text "007" in a CSV file would
 become a number, and the text "2024-01-01" in a JSON file a time. This module keeps such texts.
-`actors.environment.data_sets` uses this module.
+`actors.environment.data_sets` uses this module, also to convert the arrays in its rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from datetime import date, timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from actors.environment.tasks import BadTaskFile, json_list, json_rows, open_text
 from actors.user_code import json_type_of
@@ -284,3 +287,22 @@ def suffix_of(path: Path) -> str:
     """Return the suffix of a file's format in lower case, such as .jsonl for rows.JSONL.gz."""
     last = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if last == ".gz" else last
+
+
+def python_values(value: Any) -> Any:
+    """Return what `tolist` of an array or of a number returns, with dates and durations.
+
+    Raises: TypeError for a masked or missing value, and for a date that Python cannot hold:
+    `tolist` would return None or an integer.
+    """
+    if np.ma.is_masked(value):
+        raise TypeError("an array with masked values")
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind not in ("M", "m"):
+        return value.tolist()
+    # numpy returns times that are finer than Python's as integers.
+    times = value.astype(f"{kind}8[us]")
+    found = np.asarray(times).astype(object).flat
+    if not all(isinstance(each, date | timedelta) for each in found):
+        raise TypeError("a missing date or duration, or one that Python cannot hold")
+    return times.tolist()

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.environment.array_values import python_values
 from actors.environment.data_files import (
     SUFFIXES,
     TEXT_SUFFIXES,
@@ -32,6 +31,7 @@ from actors.environment.data_files import (
     check_names,
     listed,
     note_of_object,
+    python_values,
     read_directory,
     read_text,
     suffix_of,

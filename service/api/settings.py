@@ -14,15 +14,13 @@ from pathlib import Path
 
 from actors.algorithm import AlgorithmSettings
 from actors.environment.settings import RolloutSettings
-from actors.network import is_loopback
+from actors.network import HAPROXY_VARIABLE, is_loopback, uses_haproxy
 from actors.options import JsonSchema
 from service.access.keys import digest_of
 from service.access.secret_files import read_secret
 from service.config.file import ConfigError
 from service.config.sections import ServiceSettings, SessionSettings
 from service.config.tree import Config
-from service.haproxy import VARIABLE as HAPROXY_VARIABLE
-from service.haproxy import uses_haproxy
 
 KEY_VARIABLE = "RAYLOOM_API_KEY"
 KEY_FILE_VARIABLE = "RAYLOOM_API_KEY_FILE"

@@ -29,8 +29,8 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from actors.environment.policy import PolicyUnavailable
+from actors.network import uses_haproxy
 from actors.weights.board import BoardStatus
-from service.haproxy import uses_haproxy
 from service.inference.client import DEPLOYMENT_NAME, ReplicaAffinityRouter, engines_handle
 from service.inference.replica import RPC_TIMEOUT_S, InferenceReplica, ReplicaDescription
 from service.inference.settings import EngineSettings
