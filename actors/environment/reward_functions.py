@@ -36,7 +36,6 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import lru_cache
@@ -56,6 +55,8 @@ from actors.environment.trainer_arguments import (
     Logs,
     TrainerState,
     call_with_logs,
+    copy_of,
+    copy_of_each,
     trainer_state,
 )
 from actors.environment.user_names import (
@@ -187,9 +188,8 @@ class RewardFunction:
         """
         count, columns = len(completions), self._own(columns)
         of_row = {name: value for name, value in columns.items() if name != "prompt"}
-        of_row = {f"{name}s": value for name, value in of_row.items()} | of_row
-        lists = {name: _copies(value, count) for name, value in of_row.items()}
-        lists |= self._row(columns)
+        lists = {f"{name}s": [value] * count for name, value in of_row.items()}
+        lists |= {name: [value] * count for name, value in of_row.items()} | self._row(columns)
         conversations = [_as_conversation(each) for each in completions]
         return await self._score_lists(completions, conversations, lists, columns["prompt"])
 
@@ -202,7 +202,7 @@ class RewardFunction:
     ) -> list[Score]:
         count = len(completions)
         answers = completions if isinstance(prompt, str) else conversations
-        arguments = {**lists, "prompts": _copies(prompt, count), "completions": list(answers)}
+        arguments = {**lists, "prompts": [prompt] * count, "completions": list(answers)}
         found, logs = await self._call(arguments)
         if not isinstance(found, Sequence) or isinstance(found, str) or len(found) != count:
             what = "one answer" if count == 1 else f"{count} answers"
@@ -222,7 +222,7 @@ class RewardFunction:
         """Return the arguments, copied if the call runs in this process and may change them."""
         if self.instance is not None or workers.is_contained(self.target):
             return arguments
-        return {name: _copies(value, 1)[0] for name, value in arguments.items()}
+        return {name: copy_of(value) for name, value in arguments.items()}
 
     def _row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         return {"columns": dict(columns)} if self.takes_row else {}
@@ -243,7 +243,8 @@ class RewardFunction:
             return await self._call_in_worker(wanted, ours & LOGS)
 
         def call() -> tuple[Any, Logs]:
-            found, logs = call_with_logs(self.function, wanted, logs=ours & LOGS)
+            own = copy_of_each(wanted) if self.takes_lists else wanted
+            found, logs = call_with_logs(self.function, own, logs=ours & LOGS)
             return found if inspect.isawaitable(found) else _values(found, self.takes_lists), logs
 
         if inspect.iscoroutinefunction(self.function):
@@ -363,7 +364,8 @@ def _answer_of(
     that called the worker can read it without the user's packages.
     """
     function = _found(target) if instance is None else getattr(instance, target.rpartition(".")[2])
-    found, logged = call_with_logs(function, arguments, logs=logs)
+    given = copy_of_each(arguments) if takes_lists else arguments
+    found, logged = call_with_logs(function, given, logs=logs)
     if inspect.isawaitable(found):
         return _awaited(found, logged, takes_lists)
     return _sendable(_values(found, takes_lists)), logged
@@ -577,11 +579,6 @@ def _as_called(name: str, function: Callable[..., Any], *, weight: float) -> Rew
         of_trainer=TRAINER_ARGUMENTS.intersection(named),
         bound=bound_name(function),
     )
-
-
-def _copies(value: Any, count: int) -> list[Any]:
-    """Return a list of copies of a value, because a function may change a list or a dict."""
-    return [deepcopy(value) if type(value) in (list, dict) else value for _ in range(count)]
 
 
 def _as_conversation(text: str) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +105,24 @@ def call_with_logs(
     """
     found = Logs()
     return function(**arguments, **{name: getattr(found, name) for name in logs}), found
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of a list or a dict, which a function may change; other values unchanged."""
+    return deepcopy(value) if type(value) in (list, dict) else value
+
+
+def copy_of_each(lists: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function with lists, so that each answer has its own values.
+
+    Before this call the lists repeat one object, so that their pickled form is small.
+    """
+    return {
+        name: [copy_of(value) for value in values]
+        if isinstance(values, list) and len(values) > 1
+        else values
+        for name, values in lists.items()
+    }
 
 
 def mean_metrics(calls: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -81,6 +82,26 @@ async def test_a_function_may_change_an_answers_columns_and_prompt(inline: bool)
     found = await scored(["red", "red", "red"], about=task(**data), group_reward=named("consumes"))
     assert [each.episode_return for each in found] == [1.25] * 3
     assert data == {"prompt": [{"role": "user", "content": "Name red"}], "words": ["blue", "red"]}
+
+
+async def test_columns_are_sent_to_a_worker_once_and_only_if_the_function_takes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[dict[str, Any]] = []
+    original = workers.Pool.call
+
+    async def note(pool: workers.Pool, name: str, given: Any, **options: Any) -> Any:
+        sent.append(given["arguments"])
+        return await original(pool, name, given, **options)
+
+    monkeypatch.setattr(workers.Pool, "call", note)
+    rollout_settings.set(RolloutSettings())
+    chat = [{"role": "user", "content": "Name red"}]
+    about = task(prompt=chat, words=[f"word {number}" for number in range(1000)], tests=["x"])
+    await scored(["a"] * 8, about=about, group_reward=named("consumes"))
+    [arguments] = sent
+    assert arguments.keys() == {"completions", "prompts", "words", "wordss", "columns"}
+    assert len(pickle.dumps(arguments["words"])) < 2 * len(pickle.dumps(about.data["words"]))
 
 
 async def test_rewards_of_group_functions_are_weighted_and_added_to_other_rewards() -> None:
