@@ -37,7 +37,9 @@ Rows = tuple[Sequence[str], Iterable[Mapping[str, Any]]]
 _logger = logging.getLogger(__name__)
 _MAX_FIELD = 2**31 - 1
 _MAX_SHOWN = 8
-_SPACED_QUOTE = re.compile(r' +"(?:[^"]|"")*" *', re.DOTALL)
+_SPACED_QUOTE = re.compile(r' +"(?:[^"]|"")*" *')
+# A quoted field, after its separator or at the start of its record.
+_QUOTED = {each: re.compile(rf'(^|{each})"[^"]*(?:""[^"]*)*"') for each in ",\t"}
 # A file's name in a series, such as train-00000-of-00002.parquet.
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\b")
 # Files that describe a data set, in the form of the `datasets` library.
@@ -213,10 +215,11 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
     # The values of a column of tests, for example, are longer than the module's limit.
     csv.field_size_limit(_MAX_FIELD)
     lines: list[str] = []
+    separator = "\t" if suffix == ".tsv" else ","
+    # In a TSV file without quoted values, a quote is a part of its value.
+    is_quoted, spaced = suffix != ".tsv", ""
     with open_text(path, newline="") as file:
-        reader = csv.DictReader(
-            _noted(file, lines), strict=True, delimiter="\t" if suffix == ".tsv" else ","
-        )
+        reader = csv.DictReader(_noted(file, lines), strict=True, delimiter=separator)
         names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         check_names(names, what=f"data set {path}")
         if quoted := next((name for name in names if name.startswith('"')), None):
@@ -227,9 +230,11 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
         if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
             raise BadTaskFile(
                 f"data set {path}: the header has one column, whose name contains {found!r}; "
-                f"expected names separated by {reader.reader.dialect.delimiter!r} in a {suffix} "
-                "file; save it with this separator"
+                f"expected names separated by {separator!r} in a {suffix} file; "
+                "save it with this separator"
             )
+        is_quoted |= _QUOTED[separator].search("".join(lines)) is not None
+        lines.clear()
         for row in reader:
             where = f"{path}, line {reader.line_num}"
             if None in row or None in row.values():
@@ -238,14 +243,17 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
                     f"expected {len(reader.fieldnames or ())}; quote values that contain a comma, "
                     "without a space before the quote"
                 )
-            # A value of a quoted field is in the text with doubled quotes.
-            text = "".join(lines)
-            for name, value in row.items():
-                if _SPACED_QUOTE.fullmatch(value) and value in text:
-                    raise BadTaskFile(
-                        f"{where}: got a space before the quoted value of {listed([name])}, "
-                        "expected the quote first; remove the spaces after the separators"
-                    )
+            if '"' in (record := "".join(lines).strip("\r\n")):
+                bare = _QUOTED[separator].sub(r"\1", record)
+                is_quoted |= bare != record
+                pairs = zip(names, bare.split(separator), strict=True)
+                bad = next((name for name, text in pairs if _SPACED_QUOTE.fullmatch(text)), None)
+                if bad is not None and not spaced:
+                    spaced = f"{where}: got a space before the quoted value of {listed([bad])}"
+            if spaced and is_quoted:
+                raise BadTaskFile(
+                    f"{spaced}, expected the quote first; remove the spaces after the separators"
+                )
             lines.clear()
             yield where, row
 

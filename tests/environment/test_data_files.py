@@ -34,7 +34,12 @@ def read(path: Path) -> list[Task]:
             b'prompt,answer\na,1\n"1, 2?", "3"\n',
             "line 3: got a space before the quoted value of answer, .*; remove the spaces",
         ),
-        ("quoted.tsv", b'prompt\tanswer\n  "a" \t3\n', "quoted value of prompt"),
+        (
+            "quoted.tsv",
+            b'prompt\tanswer\n  "a" \t3\n"b"\t4\n',
+            "line 2: got a space before the quoted value of prompt",
+        ),
+        ("empty.csv", b'prompt,answer\n"a\n"",", ""\n', "line 3: .* value of answer"),
         ("more.csv", b'prompt,answer\na, "1, 2"\n', "without a space before the quote"),
         ("spaces.csv", b"answer,prompt, answer\n1,a,2\n", "the column answer occurs twice"),
         (
@@ -112,6 +117,22 @@ def test_a_value_of_a_csv_file_may_have_spaces_and_quotes(tmp_path: Path) -> Non
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["prompt"], *([value] for value in values)])
     assert [each.data["prompt"] for each in read(tmp_path / "rows.csv")] == values
+
+
+def test_only_a_value_that_is_written_with_a_space_before_its_quote_is_refused(
+    tmp_path: Path,
+) -> None:
+    # Values of quotes only, and one whose text is in another value of its row.
+    rows = [[' ""', "a"], [' """"', "b"], ['Say "3" now', ' "3"'], ['x\n, "3",', ' "3"']]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "answer"], *rows])
+    found = read(tmp_path / "rows.csv")
+    assert [[each.data["prompt"], each.data["answer"]] for each in found] == rows
+    (tmp_path / "rows.csv").write_text('prompt,answer\nSay "3" now," ""3"""\n')
+    assert read(tmp_path / "rows.csv")[0].data["answer"] == ' "3"'
+    # The file has no quoted value.
+    (tmp_path / "rows.tsv").write_text('prompt\tanswer\na\t "3"\n')
+    assert read(tmp_path / "rows.tsv")[0].data["answer"] == ' "3"'
 
 
 def test_compressed_files_and_tables_with_tabs_are_read(tmp_path: Path) -> None:
