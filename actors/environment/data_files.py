@@ -185,19 +185,26 @@ def _names_in(path: Path) -> Iterable[str]:
         )
         raise BadTaskFile(f"data set {path}: it is not UTF-8 text ({error}); {remedy}") from error
     except json.JSONDecodeError as error:
-        remedy = (
-            "if each line is an object, name it .jsonl"
-            if error.msg == "Extra data"
-            else "correct this place, such as a comma before the end of a list"
-        )
         raise BadTaskFile(
-            f"data set {path}: it is not JSON ({error}), expected a list of objects; {remedy}"
+            f"data set {path}: it is not JSON ({error}), expected a list of objects; "
+            f"{_remedy(error)}"
         ) from error
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error) as error:
         raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
     if not num_rows:
         raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
     return names
+
+
+def _remedy(error: json.JSONDecodeError) -> str:
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    if error.msg == "Extra data":
+        return "if each line is an object, name it .jsonl"
+    if not after:
+        return "it is empty or cut off; save it again"
+    if before.endswith(",") and after.startswith(("]", "}")):
+        return "remove the comma before this place"
+    return "correct this place"
 
 
 def _written(path: Path) -> Iterator[tuple[str, Any]]:

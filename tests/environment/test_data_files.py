@@ -68,8 +68,12 @@ def read(path: Path) -> list[Task]:
         (
             "comma.json",
             b'[{"prompt": "a"},]',
-            r"not JSON \(.*char 17\)\), expected a list of objects; correct .* a comma before",
+            r"not JSON \(.*char 17\)\), expected a list of objects; remove the comma before this",
         ),
+        ("key.json", b'[{"prompt": "a",\n}]', "; remove the comma before this place$"),
+        ("colon.json", b'[{"prompt" "a"}]', "; correct this place$"),
+        ("cut.json", b'[{"prompt": "a"},', "; it is empty or cut off; save it again$"),
+        ("nothing.json", b"", "; it is empty or cut off; save it again$"),
         (
             "rows.jsonl",
             gzip.compress(b'{"prompt": "a"}\n', mtime=0),
