@@ -69,7 +69,8 @@ def read_directory(
         for name, found in (builder.config.data_files or {}).items()
     }
     every = [each for found in files.values() for each in found]
-    _report_missing(every, what)
+    asked = {each.partition("[")[0].strip() for each in split.split("+")}
+    _report_missing(chain(*(files[name] for name in files if {name, "all"} & asked)), what)
     if len(builder.builder_configs) <= 1:
         _report_unread(path, every, what)
     is_text = all(suffix_of(each) in TEXT_SUFFIXES for each in every)
@@ -109,8 +110,8 @@ def _report_missing(files: Iterable[Path], what: str) -> None:
     for (start, number, suffix), count in sorted(series.items()):
         if count < number:
             _logger.warning(
-                "%s: files are missing: there are %d of the %d files %s-*-of-%05d*%s, and only "
-                "their rows are used; expected all files; add the others, or give the files "
+                "%s: files are missing: there are %d of the %d files %s-*-of-%05d*%s; "
+                "expected all files; add the others, or give the files "
                 "other names if these rows are enough",
                 what,
                 count,

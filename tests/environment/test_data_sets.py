@@ -238,16 +238,21 @@ def test_missing_files_of_a_series_are_reported(
     for number in range(2):
         parquet(folder / f"train-{number:05}-of-00003-{number}.parquet")
         jsonl(tmp_path / "texts" / f"train-{number:05}-of-00002.jsonl")
-    parquet(folder / "test-00000-of-00001.parquet")
+    parquet(folder / "test-00000-of-00002.parquet")
+    jsonl(tmp_path / "texts" / "test-00000-of-00004.jsonl")
     for form in (tmp_path / "texts", jsonl(tmp_path / "own" / "train-1-of-2.jsonl").parent):
         read(form)
     assert caplog.messages == []
     assert len(read(folder)) == 4
     [warning] = caplog.messages
-    assert f"are 2 of the 3 files {folder}/train-*-of-00003*.parquet, and only" in warning
+    assert f"are 2 of the 3 files {folder}/train-*-of-00003*.parquet; expected all" in warning
     (tmp_path / "texts" / "train-00000-of-00002.jsonl").unlink()
     read(tmp_path / "texts")
     assert "are 1 of the 2 files" in caplog.messages[-1]
+    caplog.clear()
+    read(tmp_path / "texts", split="test[:50%]+train")
+    of_test, of_train = caplog.messages
+    assert "test-*-of-00004" in of_test and "train-*-of-00002" in of_train
 
 
 def test_texts_that_the_library_converts_to_times_are_reported(
