@@ -271,7 +271,12 @@ def _text_of(message: Mapping[str, Any]) -> str:
     except ValueError:
         # A column other than the prompt may have a chat with images.
         text = json.dumps(content, ensure_ascii=False)
-    calls = [_shown_call(call) for call in message.get("tool_calls") or ()]
+    calls = message.get("tool_calls") or ()
+    if isinstance(calls, list | tuple):
+        calls = [_shown_call(call) for call in calls]
+    else:
+        # A data set may have the calls as a JSON text.
+        calls = [calls if isinstance(calls, str) else json.dumps(calls, ensure_ascii=False)]
     return "\n".join([*filter(None, [text]), *calls])
 
 

@@ -505,3 +505,21 @@ def test_the_judge_reads_the_texts_and_calls_of_a_chat_and_an_empty_list_as_json
         line, line,
     ]  # fmt: skip
     assert (tests, seen) == ("[]", 'user: [{"type": "x"}]')
+
+
+@pytest.mark.parametrize(
+    ("calls", "line"), [('[{"name": "f"}]', '[{"name": "f"}]'), (5, "5"), ({"a": 1}, '{"a": 1}')]
+)
+def test_calls_that_are_no_list_are_shown_to_the_judge_on_one_line(calls: Any, line: str) -> None:
+    chat = [{"role": "assistant", "content": "Wait.", "tool_calls": calls}]
+    asked = JudgeOptions(url="http://j/v1", model="m", prompt="$prompt $completion")
+    shown = question_of(asked, "4", {"prompt": chat})["messages"][0]["content"]
+    assert shown == f"assistant: Wait.\n{line} 4"
+
+
+@pytest.mark.parametrize("calls", [None, [], "", {}])
+def test_a_message_without_calls_is_shown_to_the_judge_as_its_text(calls: Any) -> None:
+    chat = [{"role": "assistant", "content": "Wait.", "tool_calls": calls}]
+    asked = JudgeOptions(url="http://j/v1", model="m", prompt="$prompt $completion")
+    shown = question_of(asked, "4", {"prompt": chat})["messages"][0]["content"]
+    assert shown == "assistant: Wait. 4"
