@@ -38,10 +38,10 @@ def is_loopback(host: str) -> bool:
 def uses_haproxy() -> bool:
     """Return whether Serve uses HAProxy, by the environment variable RAY_SERVE_ENABLE_HA_PROXY.
 
-    The variable must have the same value on every node; without it Serve uses its own proxy. HAProxy
-    sends requests directly to the replicas of an application's ingress, which listen at their own
-    ports on every interface of their nodes. Everyone who can connect to a node can therefore connect
-    to its replicas, even if `service.host` is a local address. With HAProxy, Serve refuses an
-    ingress that has a router of its own.
+    The variable must have the same value on every node; without it Serve uses its own proxy.
+    HAProxy sends requests directly to the replicas of an application's ingress, which listen at
+    their own ports on every interface of their nodes. Everyone who can connect to a node can
+    therefore connect to its replicas, even if `service.host` is a local address. With HAProxy,
+    Serve refuses an ingress that has a router of its own.
     """
     return os.environ.get(HAPROXY_VARIABLE, "0") == "1"
