@@ -14,7 +14,7 @@ import inspect
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import singledispatchmethod
 from importlib.metadata import PackageNotFoundError, distribution
@@ -28,9 +28,9 @@ from actors.environment.protocol import Observation
 from actors.environment.tokenizer import load_tokenizer, stop_ids_of, stop_token_ids
 from actors.environment.user_names import BadName, find
 from actors.limits import GIB
-from actors.trainer.settings import ADAPTER
 from actors.user_code import describe, type_of
 from service.config.file import ConfigError, why_missing
+from service.config.incomplete_model import remedy
 from service.config.model_files import (
     check_architecture_once,
     check_model_files,
@@ -169,31 +169,8 @@ def check_model_source(path: str, *, key: str) -> None:
     if missing:
         raise ConfigError(
             f"{key}: {path} lacks {', '.join(missing)}; expected a complete model in "
-            f"Hugging Face format; {_remedy(directory, missing)}"
+            f"Hugging Face format; {remedy(directory, missing)}"
         )
-
-
-def _remedy(directory: Path, missing: Sequence[str]) -> str:
-    """Return what to do about a directory that lacks files of a model."""
-    if (directory / ADAPTER).is_file():
-        return (
-            f"it has only an adapter ({ADAPTER}); merge it into its model first "
-            "(merge_and_unload of peft), save model and tokenizer (save_pretrained), and name "
-            "their directory"
-        )
-    if snapshots := sorted(directory.glob("snapshots/*/config.json")):
-        return f"it is an entry of the hub's cache; name {snapshots[-1].parent}"
-    kept = ("*.bin", "vocab.*", "*.model", "*.tiktoken")
-    is_old = any(next(directory.glob(pattern), None) for pattern in kept)
-    if "config.json" in missing or not is_old:
-        return "export a checkpoint with `rayloom export`"
-    lacking = {"*.safetensors": "AutoModelForCausalLM", "tokenizer.json": "AutoTokenizer"}
-    saved = (
-        f"{loader}.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
-        for name, loader in lacking.items()
-        if name in missing
-    )
-    return f"save its older files in this format with transformers: {' and '.join(saved)}"
 
 
 def _check_hub_name(name: str, *, key: str) -> None:

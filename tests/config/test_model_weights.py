@@ -206,9 +206,25 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
             id="a_tokenizer_of_two_files",
         ),
         pytest.param(
-            ["refs/main", "snapshots/a1b2/config.json"],
-            r"safetensors; .* name .*/model/snapshots/a1b2$",
+            ["config.json", "tokenizer.json", "vocab.json", "merges.txt", "training_args.bin"],
+            r"safetensors; .* its download or export is incomplete; repeat it$",
+            id="a_download_without_the_weights",
+        ),
+        pytest.param(
+            ["config.json", "pytorch_model.bin"],
+            r"tokenizer\.json, .*safetensors; .* its download or export is incomplete; repeat it$",
+            id="weights_of_torch_without_a_tokenizer",
+        ),
+        pytest.param(
+            # The test writes {} into each file, so this is the commit of the branch main.
+            ["refs/main", "snapshots/{}/config.json", "snapshots/~/config.json"],
+            r"safetensors; .* name .*/model/snapshots/{}$",
             id="an_entry_of_the_hubs_cache",
+        ),
+        pytest.param(
+            ["snapshots/a1b2/config.json"],
+            r"safetensors; .* name .*/model/snapshots/a1b2$",
+            id="an_entry_of_the_hubs_cache_without_a_branch",
         ),
         pytest.param(
             ["shard-0.pt"], "export a checkpoint with `rayloom export`$", id="a_checkpoint"
