@@ -532,19 +532,23 @@ def read_function(
 
 
 def _further_text(docstring: str, style: DocstringStyle | None) -> str:
-    """Return the examples, the notes and other text that are not in the parsed description.
+    """Return the examples, notes, warnings and plain paragraphs that the parsed description lacks.
 
-    Sections of arguments, results and errors are not part of it.
+    Other sections are not part of it, such as those of arguments, results and references.
     """
     if style is DocstringStyle.NUMPYDOC:
         sections = re.split(r"^(?=\w[\w ]*\n-{3,}[ \t]*$)", docstring, flags=re.MULTILINE)
         return "\n\n".join(each.strip() for each in sections[1:] if _NUMPY_TEXT.match(each))
     begin = _GOOGLE_TITLE.search(docstring) if style is DocstringStyle.GOOGLE else None
-    return _GOOGLE_FACTS.sub("\n", docstring[begin.start() :]).strip() if begin else ""
+    parts = _GOOGLE_PART.split(docstring[begin.start() :]) if begin else []
+    return "\n\n".join(each.strip() for each in parts if each and not _GOOGLE_OTHER.match(each))
 
 
 _NUMPY_TEXT = re.compile(r"(?:Examples?|Notes?|Warnings?)\n")
 _FACTS = "Arg(?:ument)?s|Param(?:eter)?s|Attributes|Returns|Yields|Raises|Exceptions|Except"
 _GOOGLE_TITLE = re.compile(rf"^(?:{_FACTS}|Examples?):[ \t]*$", re.MULTILINE)
-# A section ends before the next line that is not indented.
-_GOOGLE_FACTS = re.compile(rf"\n*^(?:{_FACTS}):[ \t]*$(?:\n(?:[ \t].*)?)*", re.MULTILINE)
+_KEPT = r"(?:Examples?|Notes?|Warnings?):"
+_OTHER = rf"(?!{_KEPT})(?:(?:{_FACTS}):|[A-Z]\w*(?: [A-Z]\w*| also)?:[ \t]*$)"
+_GOOGLE_OTHER = re.compile(_OTHER, re.MULTILINE)
+# A part begins with a title, or with a line that follows a blank line and is not indented.
+_GOOGLE_PART = re.compile(rf"\n\s*\n(?=\S)|^(?={_KEPT}|{_OTHER})", re.MULTILINE)

@@ -360,6 +360,30 @@ Note:
 
 Be brief.
 """
+MANY_SECTIONS = """Add.
+
+Args:
+    a: One that
+spans two lines.
+    b: Two.
+Example:
+    add(a=1, b=2)
+Warning: Slow.
+Returns: The sum.
+
+Todo:
+    * Subtract.
+
+See Also:
+    subtract
+
+Output:
+    A number.
+
+These are refused:
+
+    nothing
+"""
 NUMPY = """Add.
 
 Parameters
@@ -392,11 +416,21 @@ Examples
         (GOOGLE, GOOGLE.partition("\n\nArgs:")[0]),
         (AFTER_ARGS, "Add.\n\nNote:\n    Only whole numbers.\n\nBe brief."),
         (
+            MANY_SECTIONS,
+            "Add.\n\nExample:\n    add(a=1, b=2)\n\nWarning: Slow.\n\n"
+            "These are refused:\n\n    nothing",
+        ),
+        (
             NUMPY,
             "Add.\n\nNotes\n-----\nOnly whole numbers.\n\nExamples\n--------\n>>> add(1, 2)",
         ),
     ],
-    ids=["example_before_the_arguments", "note_after_the_arguments", "sections_of_numpy"],
+    ids=[
+        "example_before_the_arguments",
+        "note_after_the_arguments",
+        "sections_without_text_for_the_policy",
+        "sections_of_numpy",
+    ],
 )
 def test_the_policy_reads_the_examples_and_notes_of_a_docstring(
     docstring: str, description: str, monkeypatch: pytest.MonkeyPatch
@@ -405,6 +439,10 @@ def test_the_policy_reads_the_examples_and_notes_of_a_docstring(
     schema = read_function(add, where="tool add").schema
     assert schema.description == description
     shown = schema.parameters["properties"]
+    if docstring is MANY_SECTIONS:
+        # The line that is not indented ends the section.
+        assert shown["a"]["description"] == "One that"
+        return
     assert all(shown[name]["description"] for name in ("a", "b"))
     if docstring is GOOGLE:
         assert get_json_schema(add)["function"]["description"] == description
