@@ -5,7 +5,7 @@
   `io.k8s.…` are copied from Kubernetes' strict schema; with them, helm refuses a typo inside an
   affinity or a volume.
 - helm/files/config-defaults.yaml has the configuration's defaults that the templates read.
-- helm/files/module-names.txt has the names of modules that the start of a run imports; a file in
+- helm/files/module-names.txt has the names of modules that the processes of a run import; a file in
   `workspace.files` with such a name would hide the module and is refused.
 
 Tests compare each file with its source. This module needs the development tools.
@@ -41,14 +41,18 @@ _REFERENCE = "#/properties/config/$defs/{model}"
 # Keys that helm does not use; the application has its own defaults.
 _LEFT_OUT = {"title", "default"}
 _LEFT_OUT_OF_KUBERNETES = {"description", "format"}
-# What the processes of a run import beside Rayloom's own modules.
+# What the processes of a run import beside Rayloom's own modules, some only if it is configured.
 _IMPORTED = (
-    "ray._private.log_monitor", "ray._private.workers.default_worker",
-    "ray.autoscaler._private.monitor", "ray.dashboard.agent", "ray.dashboard.dashboard",
-    "ray.serve", "torch._inductor.compile_fx", "torch.distributed.fsdp",
+    "bm25s", "datasets", "gymnasium", "mcp", "ray._private.log_monitor",
+    "ray._private.workers.default_worker", "ray.autoscaler._private.monitor",
+    "ray.dashboard.agent", "ray.dashboard.dashboard", "ray.serve", "s3fs",
+    "skyrl_gym.envs.registration", "tensorboardX.event_file_writer", "textarena.envs.registration",
+    "torch._inductor.compile_fx", "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto", "vllm.entrypoints.openai.api_server",
-    "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
+    "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.gpu_worker", "wandb",
 )  # fmt: skip
+# What trackio imports; Rayloom's environments and images do not have it.
+_BY_TRACKIO = {"nt", "wave", "webbrowser"}
 # Names that are looked up without success are included: with a file winreg.py, mimetypes fails.
 _TRIED = """
 import sys
@@ -107,7 +111,7 @@ def module_names() -> list[str]:
     command = [sys.executable, "-c", _TRIED, *_IMPORTED]
     printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     tried = {name for name in printed.splitlines()[-1].split() if name[0] != "_"}
-    return sorted({*RESERVED_NAMES, *(tried & sys.stdlib_module_names - _HARMLESS)})
+    return sorted({*RESERVED_NAMES, *_BY_TRACKIO, *(tried & sys.stdlib_module_names - _HARMLESS)})
 
 
 def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,10 +99,9 @@
 {{- end }}
 {{- else if or (eq $.name "head") (eq $key "model.path") }}
 {{- $container := first $.pod.containers }}
-{{- /* Your own image may have files in any directory; Rayloom's has none where the workspace would be mounted. */}}
+{{- /* Your own image may have files in any directory; Rayloom's has none in /workspace. */}}
 {{- $isRayloomsImage := hasPrefix (printf "rayloom:%s-" $.context.Chart.AppVersion) $container.image }}
-{{- $isForgotten := and $isRayloomsImage (eq $.context.Values.workspace.mountPath "/workspace") }}
-{{- $isThere := not (and $isForgotten (hasPrefix "/workspace/" (printf "%s/" (clean $path)))) }}
+{{- $isThere := not (and $isRayloomsImage (hasPrefix "/workspace/" (printf "%s/" (clean $path)))) }}
 {{- $isMounted := false }}
 {{- range $container.volumeMounts }}
 {{- $inside := trimPrefix (printf "%s/" (clean .mountPath)) (printf "%s/" (clean $path)) | trimSuffix "/" }}

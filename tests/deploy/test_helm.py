@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +255,11 @@ def test_the_schema_is_up_to_date_with_the_settings_and_kubernetes() -> None:
 
 @in_proof
 def test_the_modules_that_a_start_imports_are_up_to_date() -> None:
-    # Another version of Python imports other modules.
-    names = NAMES.read_text("utf-8").split()
-    assert set(module_names()) <= set(names), "run python -m deploy.chart_schema"
+    found, names = module_names(), NAMES.read_text("utf-8").split()
+    assert set(found) <= set(names), "run python -m deploy.chart_schema"
+    # Another version of Python than that of the images imports other modules.
+    if sys.version_info[:2] == (3, 11):
+        assert found == names, "run python -m deploy.chart_schema"
 
 
 def test_every_value_has_a_default_and_a_schema() -> None:

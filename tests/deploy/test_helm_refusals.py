@@ -308,7 +308,7 @@ CONTRADICTIONS: list[Case] = [
     *(
         (f"workspace: {{files: {{{name}.py: x}}}}",
          f"workspace.files: got {name}.py, which hides the module {name}", "rename it")
-        for name in ("ray", "service", "random", "winreg")
+        for name in ("ray", "service", "random", "winreg", "tty", "webbrowser")
     ),
     ("pods: {env: [{name: RAY_ADDRESS, value: 'a:1'}]}",
      "head.env: RAY_ADDRESS is set by the operator", "remove it"),
@@ -361,6 +361,8 @@ CONTRADICTIONS: list[Case] = [
     ),
     ("{workspace: {files: {a: x}}, config: {tasks: {file: /workspace/b}}}",
      "config.tasks.file: got /workspace/b", "workspace.files has a)"),
+    ("{workspace: {mountPath: /ws, existingClaim: c}, config: {tasks: {file: /workspace/a}}}",
+     "config.tasks.file: got /workspace/a, which the pods of head do not have"),
     ("config: {model: {tiny: null, path: /home/rayloom/m}}",
      "config.model.path: got /home/rayloom/m, which the pods of trainer do not have"),
 ]  # fmt: skip
@@ -408,7 +410,7 @@ ACCEPTED = [
         for more in (
             "image: {repository: reg.example/mine}",
             "head: {image: {tag: with-tasks}}",
-            "workspace: {mountPath: /ws, existingClaim: c}",
+            "workspace: {mountPath: /ws, existingClaim: c}, image: {repository: reg.example/mine}",
         )
     ),
     "{mode: cluster, config: {tasks: {file: a}}}",
