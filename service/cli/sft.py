@@ -29,6 +29,7 @@ from service.cli.train import EXIT_FAILED, EXIT_OK
 from service.config.algorithm_checks import schedule_warnings
 from service.config.disagreements import trainer_disagreements
 from service.config.file import ConfigError, dump_config, load_sft
+from service.config.model_faults import check_special_tokens
 from service.config.preflight import (
     check_machine,
     check_model,
@@ -36,7 +37,6 @@ from service.config.preflight import (
     check_stop_tokens,
 )
 from service.config.sft import SftConfig
-from service.config.special_tokens import check_special_tokens
 from service.launch.cluster import joined
 from service.launch.model_directories import with_converted_models
 from service.launch.run_dir import RunDir, check_new, held_alone, model_path

@@ -30,7 +30,7 @@ from actors.environment.user_names import BadName, find
 from actors.limits import GIB
 from actors.user_code import describe, type_of
 from service.config.file import ConfigError, why_missing
-from service.config.incomplete_model import remedy
+from service.config.model_faults import check_special_tokens, remedy_of_missing
 from service.config.model_files import (
     check_architecture_once,
     check_model_files,
@@ -39,7 +39,6 @@ from service.config.model_files import (
     vocabulary_size,
 )
 from service.config.sections import OwnTrackerSettings
-from service.config.special_tokens import check_special_tokens
 from service.config.tasks import check_prompts, first_observations
 from service.config.tree import Config
 from service.config.trial import Trial, has_own_code, tried
@@ -169,7 +168,7 @@ def check_model_source(path: str, *, key: str) -> None:
     if missing:
         raise ConfigError(
             f"{key}: {path} lacks {', '.join(missing)}; expected a complete model in "
-            f"Hugging Face format; {remedy(directory, missing)}"
+            f"Hugging Face format; {remedy_of_missing(directory, missing)}"
         )
 
 

@@ -1,0 +1,74 @@
+"""Faults of a model's directory: missing files, and a tokenizer that splits special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.environment.tokenizer import ChatTokenizer, is_raw
+from actors.trainer.settings import ADAPTER
+from service.config.file import ConfigError
+
+# What transformers loads an older form of a missing file with, and the names of that form.
+_OLDER = {
+    "*.safetensors": ("AutoModelForCausalLM", "pytorch_model*.bin"),
+    "tokenizer.json": ("AutoTokenizer", "vocab.*", "*.model", "*.tiktoken"),
+}
+
+
+def remedy_of_missing(directory: Path, missing: Sequence[str]) -> str:
+    """Return what to do about a directory that lacks files of a model, as a clause of an error.
+
+    missing: which of config.json, tokenizer.json and *.safetensors the directory lacks.
+    """
+    if (directory / ADAPTER).is_file():
+        return (
+            f"it has only an adapter ({ADAPTER}); merge it into its model first "
+            "(merge_and_unload of peft), save model and tokenizer (save_pretrained), and name "
+            "their directory"
+        )
+    if snapshots := list(directory.glob("snapshots/*/config.json")):
+        main = directory / "refs" / "main"
+        commit = main.read_text("utf-8", "replace").strip() if main.is_file() else ""
+        named = max(snapshots, key=lambda file: (file.parent.name == commit, file))
+        return f"it is an entry of the hub's cache; name {named.parent}"
+    if "config.json" in missing:
+        return "export a checkpoint with `rayloom export`"
+    saved = []
+    for loader, *older in (_OLDER[name] for name in missing):
+        if not any(any(directory.glob(pattern)) for pattern in older):
+            return "its download or export is incomplete; repeat it"
+        saved.append(
+            f"{loader}.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+        )
+    return f"save its older files in this format with transformers: {' and '.join(saved)}"
+
+
+def check_special_tokens(
+    tokenizer: ChatTokenizer, *, was_loaded: bool, tell: Callable[[str], None]
+) -> None:
+    """Check that a tokenizer splits no special token that its chat template writes.
+
+    was_loaded: whether an earlier start has already used the tokenizer. The run then continues with
+    it, and `tell` is called with a warning.
+    Raises: ConfigError if the tokenizer splits one and the run is new.
+    """
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    for number, token in added.items():
+        text = str(token)
+        is_end = number == tokenizer.eos_token_id and "eos_token" in template
+        if not (token.special and (is_end or text in template)) or is_raw(tokenizer):
+            continue
+        if number in (ids := tokenizer.encode(text, add_special_tokens=False)):
+            continue
+        problem = (
+            f"model.path: its tokenizer makes ids {ids} of {text!r}, which its chat template "
+            f"writes; expected the special token {number}; "
+        )
+        remedy = "set split_special_tokens to false in tokenizer_config.json"
+        if not was_loaded:
+            raise ConfigError(f"{problem}{remedy}")
+        tell(f"{problem}{remedy} before you start a new training")
+        return
