@@ -201,7 +201,7 @@ def _remedy(error: json.JSONDecodeError) -> str:
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
     if error.msg == "Extra data":
         return "if each line is an object, name it .jsonl"
-    if not after:
+    if not after or error.msg.startswith("Unterminated string"):
         return "it is empty or cut off; save it again"
     if before.endswith(",") and after.startswith(("]", "}")):
         return "remove the comma before this place"

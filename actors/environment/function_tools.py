@@ -50,7 +50,7 @@ MAX_SHOWN = 1000
 # The end of the text by which Python shows an object that has no text of its own.
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+>")
 # A string or bytes in quotes, as `repr` shows it.
-_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+_QUOTED = re.compile(r"""(?:(?<!\w)|(?<=\bb))(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\")""")
 # Methods of a class that the policy cannot call.
 _OWN = frozenset({"reset", "close", "get_reward"})
 
@@ -548,7 +548,7 @@ _NUMPY_TEXT = re.compile(r"(?:Examples?|Notes?|Warnings?)\n")
 _FACTS = "Arg(?:ument)?s|Param(?:eter)?s|Attributes|Returns|Yields|Raises|Exceptions|Except"
 _GOOGLE_TITLE = re.compile(rf"^(?:{_FACTS}|Examples?):[ \t]*$", re.MULTILINE)
 _KEPT = r"(?:Examples?|Notes?|Warnings?):"
-_OTHER = rf"(?!{_KEPT})(?:(?:{_FACTS}):|[A-Z]\w*(?: [A-Z]\w*| also)?:[ \t]*$)"
+_OTHER = rf"(?:{_FACTS}|Todos?|References?|Outputs?|See [Aa]lso):"
 _GOOGLE_OTHER = re.compile(_OTHER, re.MULTILINE)
 # A part begins with a title, or with a line that follows a blank line and is not indented.
 _GOOGLE_PART = re.compile(rf"\n\s*\n(?=\S)|^(?={_KEPT}|{_OTHER})", re.MULTILINE)

@@ -46,6 +46,8 @@ class MountedSecret:
         os.replace(self._directory / "..data_tmp", self._directory / "..data")
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_a_replaced_key_is_valid_without_a_restart_and_a_deleted_one_stays_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -178,6 +178,8 @@ def test_check_prints_the_effective_configuration(tmp_path: Path) -> None:
     assert answer.stderr.splitlines()[-1].startswith(f"rayloom: {found}")
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_check_accepts_a_run_that_external_agents_play(tmp_path: Path) -> None:
     options = ("--set", "tasks.environment=session", "--set", "tasks.evaluation_tasks=0")
     warmup = ("--set", "trainer.warmup_updates=100000")

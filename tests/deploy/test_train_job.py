@@ -56,6 +56,8 @@ def test_a_restarted_job_resumes_its_run(tmp_path: Path) -> None:
     assert command[-2:] == ["--resume", str(tmp_path / "run")]
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_start_waits_for_an_unreachable_database(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,8 @@ def test_evaluation_returns_results_in_order_and_sends_none_to_the_queue(
     ray.kill(actor)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_an_evaluation_writes_a_line_for_each_rollout_with_its_tokens(tokenizer_path: Path) -> None:
     queue, tokenizer = _queue([]), build_tokenizer()
     actor = _start(queue, tokenizer_path)
@@ -201,6 +203,8 @@ def test_an_evaluation_writes_a_line_for_each_rollout_with_its_tokens(tokenizer_
     ray.kill(actor)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_queue_loses_no_rollout_of_a_killed_actor(tokenizer_path: Path) -> None:
     queue = start_queue(queue_settings(groups_per_step=8, window_groups=8, num_steps=1))
     queue.open.remote(0, None)
@@ -251,6 +255,8 @@ def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
         ray.get(actor.ping.remote(), timeout=120)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_group_is_scored_together_once_all_its_rollouts_have_ended(tokenizer_path: Path) -> None:
     name = "single_turn"
     scored = frozenset({name})

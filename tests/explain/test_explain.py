@@ -158,6 +158,8 @@ def test_older_weights_are_reported_and_a_replay_trains_up_to_the_step(
     ],
     ids=["four updates", "reference, entropy, sequences"],
 )
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_parts_of_other_losses_and_of_several_updates_add_up_too(
     tiny_models: dict[bool, str], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:

@@ -143,6 +143,8 @@ async def test_an_evaluation_is_divided_among_actors_and_its_files_have_each_rol
     pool.kill()
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_rollouts_that_cannot_be_stored_are_reported_once_and_still_count(
     tmp_path: Path,
 ) -> None:

@@ -464,6 +464,8 @@ def test_newest_usable_is_none_without_commits(tmp_path: Path) -> None:
         RunStore(f"sqlite:///{tmp_path / 'missing' / 'rayloom.db'}")
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_run_is_resumed_without_torch_in_the_command_and_the_supervisor(
     tmp_path: Path, model: str
 ) -> None:

@@ -134,6 +134,8 @@ async def test_a_supervisor_renews_its_lease_until_its_end(
     store.close()
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_a_supervisor_detects_a_lost_lease_without_writing(
     supervisor: Supervisor, place: RunDir
 ) -> None:

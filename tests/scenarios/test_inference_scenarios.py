@@ -9,6 +9,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -129,42 +130,39 @@ def deploy(directory: Path, app: str, *, num_replicas: int) -> Deployed:
 
 
 @pytest.fixture(scope="module")
-def deployments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Deployed]]:
-    """Start two deployments together, and yield them by name."""
+def own_ray() -> Iterator[None]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
-        every = [
-            deploy(tmp_path_factory.mktemp(app), app, num_replicas=num_replicas)
-            for app, num_replicas in (("tied", 2), ("mixture", 1))
-        ]
-        for deployed in every:
-            deployed.publish()
-        yield {deployed.app: deployed for deployed in every}
-        for deployed in every:
-            delete_inference(deployed.app)
+        yield
         serve.shutdown()
     finally:
         ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def tied(deployments: dict[str, Deployed]) -> Deployed:
-    return deployments["tied"]
-
-
-@pytest.fixture(scope="module")
-def mixture(deployments: dict[str, Deployed]) -> Deployed:
-    return deployments["mixture"]
-
-
-@pytest.fixture(scope="module")
-def untied(
-    deployments: dict[str, Deployed], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployed]:
-    deployed = deploy(tmp_path_factory.mktemp("untied"), "untied", num_replicas=1)
+@contextmanager
+def published(directory: Path, app: str, *, num_replicas: int = 1) -> Iterator[Deployed]:
+    deployed = deploy(directory, app, num_replicas=num_replicas)
     deployed.publish()
     yield deployed
     delete_inference(deployed.app)
+
+
+@pytest.fixture(scope="module")
+def tied(own_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    with published(tmp_path_factory.mktemp("tied"), "tied", num_replicas=2) as deployed:
+        yield deployed
+
+
+@pytest.fixture(scope="module")
+def mixture(own_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    with published(tmp_path_factory.mktemp("mixture"), "mixture") as deployed:
+        yield deployed
+
+
+@pytest.fixture(scope="module")
+def untied(own_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    with published(tmp_path_factory.mktemp("untied"), "untied") as deployed:
+        yield deployed
 
 
 def request(
@@ -201,7 +199,11 @@ async def largest_difference(deployed: Deployed) -> float:
 
 
 @pytest.fixture(
-    params=["tied", "mixture", pytest.param("untied", marks=pytest.mark.chaos)],
+    params=[
+        "tied",
+        pytest.param("mixture", marks=pytest.mark.chaos),
+        pytest.param("untied", marks=pytest.mark.chaos),
+    ],
 )
 def deployed(request: pytest.FixtureRequest) -> Deployed:
     found: Deployed = request.getfixturevalue(request.param)
@@ -343,9 +345,8 @@ def is_whole_again(deployed: Deployed, *, without: str) -> bool:
     return len(holders) == deployed.num_replicas and without not in holders
 
 
-async def test_client_without_a_deployment_raises_policy_unavailable(
-    deployments: dict[str, Deployed],
-) -> None:
+@pytest.mark.usefixtures("tied")
+async def test_client_without_a_deployment_raises_policy_unavailable() -> None:
     reply: GenerateReply | None = None
     with pytest.raises(PolicyUnavailable, match="deploy it first"):
         reply = await ServePolicyClient("nowhere").generate(request("lost", deadline_s=1.0))

@@ -229,6 +229,8 @@ def test_an_unusable_address_is_refused(value: str, message: str) -> None:
         check_address(parse_config(tree, source="test"))
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_failed_upload_is_reported_and_repeated(tmp_path: Path, url: str) -> None:
     run_dir, metrics = unpack_run(tmp_path, BEFORE), Metrics()
     # A file with the name of the directory makes uploads fail until the first notice.
@@ -262,6 +264,8 @@ def test_a_failed_upload_is_reported_and_repeated(tmp_path: Path, url: str) -> N
     assert "rayloom_checkpoint_upload_waiting_timestamp_seconds" not in values
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_waiting_time_of_uploads_begins_with_the_first_uncopied_checkpoint(
     tmp_path: Path, url: str
 ) -> None:

@@ -198,6 +198,8 @@ async def tracked(directory: Path, trackers: dict[str, Any], *, steps: int) -> A
         return recorder
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_the_completions_of_a_step_are_tracked_with_its_numbers(tmp_path: Path) -> None:
     settings = {"jsonl": True, "completions": 3, "wandb": {"project": "games", "mode": "offline"}}
     await tracked(tmp_path, settings, steps=3)

@@ -264,6 +264,8 @@ async def test_requested_evaluations_have_separate_curves(tmp_path: Path) -> Non
     assert evaluations[1]["asked_evaluation/pass_at_4"] == 0.5
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 async def test_an_unavailable_server_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:
     """Make the server unavailable at the start and later; another tracker continues."""
     with mlflow_server() as server, store_in(tmp_path) as store:

@@ -123,6 +123,8 @@ def test_moments_on_the_host_give_the_same_bits_and_interchangeable_checkpoints(
         assert largest_difference(weights, two_ranks.weights()) == 0.0
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_checkpoint_from_before_the_first_update_resumes_exactly(
     one_rank: World, settings: RankSettings
 ) -> None:
@@ -230,6 +232,8 @@ def test_an_empty_claim_file_counts_as_no_claim(tmp_path: Path) -> None:
         claim(tmp_path, 3)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_save_succeeds_when_a_full_disk_has_space_again(
     two_ranks: World, tiny_models: dict[bool, str], tmp_path: Path
 ) -> None:

@@ -142,6 +142,8 @@ def test_a_step_with_a_critic_is_scored_between_its_plan_and_its_batch() -> None
     assert found == {-0.25, 0.75}
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_other_calls_are_answered_while_a_large_block_is_stored() -> None:
     queue = start_queue()
     get(queue.stats.remote())
@@ -152,6 +154,8 @@ def test_other_calls_are_answered_while_a_large_block_is_stored() -> None:
     assert get(storing) == []
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_queue_measures_how_long_each_side_waited() -> None:
     queue = queue_actor.start_queue(queue_settings(groups_per_step=1, max_lag=2, max_items=4))
     assert get(queue.open.remote(0, None))
@@ -170,6 +174,8 @@ def test_the_queue_measures_how_long_each_side_waited() -> None:
     assert stats.blocked_s["consumer"] == waited["consumer"]
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_lost_payloads_are_named_and_their_rollouts_played_again() -> None:
     queue = start_queue()
     merge = ray.remote(MergeActor).options(num_cpus=0).remote(step_settings())
@@ -248,6 +254,8 @@ def test_a_run_is_restored_from_a_stored_cut() -> None:
     assert stats.ledger.admitted == stats.ledger.in_flight == 4
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_the_size_of_replies_does_not_grow_with_the_data_of_tasks() -> None:
     sizes = []
     for num_bytes in (1, 1_000_000):

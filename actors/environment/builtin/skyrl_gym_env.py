@@ -133,7 +133,9 @@ def _content(message: Mapping[str, Any]) -> Any:
     The environment may give a number, or a list of other values. Missing content is an empty text.
     """
     given = message.get("content")
-    is_parts = isinstance(given, list | tuple) and all(isinstance(p, Mapping) for p in given)
+    is_parts = isinstance(given, list | tuple) and all(
+        isinstance(part, Mapping) and "type" in part for part in given
+    )
     return given if is_parts else "" if given is None else str(given)
 
 

@@ -166,7 +166,8 @@ class ToolsEnvironment(SingleTurnEnvironment):
         for each, instance in zip(classes, self._instances, strict=True):
             seen = await each.call(instance, "reset", task.data, limit_s=limit_s)
             # A reset that ends with `return True` or `return self` shows nothing.
-            added = "" if isinstance(seen, bool | each.made) else _text_of_reset(each.name, seen)
+            is_shown = not isinstance(seen, bool) and each.made not in type(seen).__mro__
+            added = _text_of_reset(each.name, seen) if is_shown else ""
             messages[-1] = replace(messages[-1], content=messages[-1].content + added)
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in tools))
 
