@@ -54,12 +54,14 @@ def check_special_tokens(
     it, and `tell` is called with a warning.
     Raises: ConfigError if the tokenizer splits one and the run is new.
     """
+    if is_raw(tokenizer):
+        return
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     for number, token in added.items():
         text = str(token)
         is_end = number == tokenizer.eos_token_id and "eos_token" in template
-        if not (token.special and (is_end or text in template)) or is_raw(tokenizer):
+        if not (token.special and (is_end or text in template)):
             continue
         if number in (ids := tokenizer.encode(text, add_special_tokens=False)):
             continue
