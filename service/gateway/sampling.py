@@ -74,6 +74,8 @@ class GatewaySettings:
     num_ahead: int = 0
     """Difference between the policy's version and the number of finished steps, when the
     supervisor's current lease began."""
+    republished: tuple[int, ...] = ()
+    """Versions published without a new step, when the gateway starts (`actors.policy_age`)."""
     shape: ModelShape | None = None
     """Size of the trained model's vocabulary and its experts; None: not known."""
 

@@ -72,6 +72,7 @@ class Sessions:
         now: returns seconds since 1970. Raises: StoreError.
         """
         self._settings = settings
+        self.republished = settings.republished
         self._store = store
         self._commits = commits
         self._metrics = metrics or GatewayMetrics()
@@ -255,6 +256,7 @@ class Sessions:
             assignment.group_number,
             self._settings.algorithm,
             num_ahead=self._settings.num_ahead,
+            republished=self.republished,
         )
         trajectory = await self._background.compute(
             trajectory_of, session.stored, session.tree, assignment, oldest_version=oldest_version
@@ -513,6 +515,13 @@ class Gateway:
 
     async def ping(self) -> None:
         """Return at once: a caller that gets no answer knows that the event loop is blocked."""
+
+    async def set_republished(self, versions: tuple[int, ...]) -> None:
+        """Set the versions published without a new step, before the newest is published.
+
+        The age of a token does not count these versions, so they decide what is stale.
+        """
+        self._sessions.republished = self._uploads.republished = versions
 
     async def stop(self) -> None:
         """Accept no more requests, and store all changes that are not stored yet."""

@@ -17,6 +17,7 @@ from dataclasses import replace
 from actors.environment.policy import GenerateReply, GenerateRequest, PolicyClient
 from actors.environment.rendering import ChatRenderer
 from actors.limits import MIB
+from actors.policy_age import oldest_version
 from actors.trajectory_queue.window import oldest_admitted_version
 from actors.types import Outcome, RolloutAssignment, Trajectory
 from service.gateway.chat import RETRY_AFTER_S, RefusalCode, Refused, unavailable
@@ -62,6 +63,7 @@ class Uploads:
         run; the store refuses changes of an older lease.
         """
         self._settings = settings
+        self.republished = settings.republished
         self._facts = policy_facts(settings, renderer)
         self._store = store
         self._term = term
@@ -103,7 +105,9 @@ class Uploads:
         algorithm = self._settings.algorithm
         limits = UploadLimits(
             # The oldest version in a group that is admitted from now on (`AdmissionWindow`).
-            oldest_version=policy_version - algorithm.max_policy_age,
+            oldest_version=oldest_version(
+                policy_version, algorithm.max_policy_age, self.republished
+            ),
             # Engines have the next version before its step is recorded.
             newest_version=policy_version + 1,
             min_members=algorithm.min_group_size,
@@ -177,7 +181,10 @@ class Uploads:
             ),
         )
         oldest = oldest_admitted_version(
-            assignment.group_number, self._settings.algorithm, num_ahead=self._settings.num_ahead
+            assignment.group_number,
+            self._settings.algorithm,
+            num_ahead=self._settings.num_ahead,
+            republished=self.republished,
         )
         versions = trajectory.versions
         if versions is not None and versions[0] < oldest:

@@ -67,6 +67,7 @@ class RestartableTrainer:
         max_kept_bytes: int,
         on_restart: Callable[[str], None],
         on_check: Callable[[Sequence[int]], None],
+        on_republish: Callable[[tuple[int, ...]], Awaitable[None]] | None = None,
     ) -> None:
         """Make the first group of ranks.
 
@@ -80,6 +81,7 @@ class RestartableTrainer:
             on_restart: Called with a sentence for each replaced group.
             on_check: Called by `watch` again and again with the peak memory of each rank in bytes,
                 or with an empty sequence if a rank is lost.
+            on_republish: Called with `republished`, before its newest version is published.
         """
         self._make_group = make_group
         self._group = make_group()
@@ -87,6 +89,7 @@ class RestartableTrainer:
         self._max_kept_bytes = max_kept_bytes
         self._on_restart = on_restart
         self._on_check = on_check
+        self._on_republish = on_republish
         self._lock = asyncio.Lock()
         """Held during each call and each restart, because a group does one thing at a time."""
         self._kept: list[_KeptStep] = []
@@ -352,6 +355,8 @@ class RestartableTrainer:
         if version != self.version:
             self._must_publish, self._is_given_out, self._logprobs = True, False, None
         self.version, self.republished = version, republished
+        if self._must_publish and self._on_republish is not None:
+            await self._on_republish(republished)
         self._fingerprint = fingerprint
         if self._is_given_out and self._published is not None and self._group.serves_engines:
             # Some engines may not have loaded the version from the lost ranks yet.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from actors.deadline import beside, race, retry
+from actors.deadline import ActorLost, beside, race, retry
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.settings import Sampling
 from actors.environment.tasks import TaskSource
@@ -40,6 +41,7 @@ from service.launch.cluster import alive_nodes, on_this_node
 from service.launch.placement import Role, describe_places, resources_of, roles_of
 from service.launch.resume import kept_commits, prune_directories
 from service.launch.run_dir import RunDir
+from service.remote_calls import await_reply
 from service.run.actor_pool import (
     EnvironmentPool,
     EvaluationFiles,
@@ -148,6 +150,7 @@ class Term:
             max_kept_bytes=config.trainer.max_replay_mib * 2**20,
             on_restart=partial(recorder.replaced, "trainer"),
             on_check=recorder.ranks,
+            on_republish=self._send_republished,
         )
         self._merge: RestartableMerge | None = None
         self._pool: EnvironmentPool | None = None
@@ -473,6 +476,7 @@ class Term:
                 default_limits=config.service.key_limits,
                 finds_parser=config.inference.tool_parser == AUTO,
                 num_ahead=self._num_ahead,
+                republished=self._trainer.republished,
                 shape=self._trainer.shape,
             ),
             actor_id=actor_id,
@@ -483,6 +487,17 @@ class Term:
             run_id=self._run_id,
             term=self._lease.term,
         )
+
+    async def _send_republished(self, versions: tuple[int, ...]) -> None:
+        """Send the versions that were published without a new step to the gateway."""
+        if (gateway := self.gateway) is not None:
+            # A gateway that replaces a dead one gets the versions with its settings.
+            with suppress(ActorLost):
+                await await_reply(
+                    gateway.set_republished.remote(versions),
+                    name="gateway",
+                    deadline_s=self._config.rollouts.frozen_after_s,
+                )
 
     def _start_merge_actor(self) -> ActorHandle:
         """Start a merge actor. The trainer must have started, because its shape is needed."""

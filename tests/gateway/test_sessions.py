@@ -479,11 +479,15 @@ async def test_a_request_without_an_engine_is_refused_with_503(tmp_path: Path) -
     assert (refused.code.status, refused.retry_after_s) == (503, 5)
 
 
-async def test_a_session_that_is_too_old_for_its_group_is_stale(tmp_path: Path) -> None:
-    """Check a group that was admitted under a number that is trained much later."""
+@pytest.mark.parametrize(("group_number", "republished"), [(99, ()), (8, (2,))])
+async def test_a_session_that_is_too_old_for_its_group_is_stale(
+    tmp_path: Path, group_number: int, republished: tuple[int, ...]
+) -> None:
+    """Check a late group, and group 8, for which version 3 is too old if no step made version 2."""
     gateway = Gateway(tmp_path)
+    gateway.sessions.republished = republished
     gateway.create()
-    gateway.admit(group_number=99)
+    gateway.admit(group_number=group_number)
     await gateway.ask(HI)
     await gateway.finish(1.0)
     stale = await gateway.trajectory()

@@ -210,6 +210,35 @@ async def test_a_trajectory_that_became_too_old_is_delivered_as_stale(world: Upl
         )
 
 
+async def test_versions_published_without_a_step_count_in_what_is_stale(
+    world: UploadWorld,
+) -> None:
+    """Check group 4, which needs the weights of step 1: they have version 2."""
+    world.service.step, world.uploads.republished = 1, (1,)
+    for number in (1, 2):
+        await world.send(item(f"{number}", sample={
+            "versions": [{"version": number, "start": 2, "end": 6}]
+        }))  # fmt: skip
+    await world.send(groups=[{"id": "g", "close": True}])
+    late = [replace(each, group_number=4) for each in await world.admitted()]
+    old, new = [await world.uploads.play(assignment) for assignment in late]
+    assert (old.outcome, old.detail) == (
+        Outcome.STALE, "sampled by version 1, expected at least 2"
+    )  # fmt: skip
+    assert new.outcome is Outcome.COMPLETED
+
+
+async def test_an_upload_may_be_older_by_the_versions_published_without_a_step(
+    world: UploadWorld,
+) -> None:
+    world.service.step = 3
+    assert [each["code"] for each in (await world.send(item("a"))).json()["rejected"]] == [
+        "stale-policy"
+    ]
+    world.uploads.republished = (2,)
+    assert (await world.send(item("a"))).json()["accepted"] == ["a"]
+
+
 async def test_versions_that_a_recovery_has_undone_are_marked(world: UploadWorld) -> None:
     for number in range(2):
         await world.send(item(f"{number}", sample={

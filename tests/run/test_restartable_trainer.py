@@ -179,6 +179,31 @@ async def test_is_restarting_is_set_while_ranks_are_replaced() -> None:
     assert seen == [True] and not trainer.is_restarting
 
 
+async def test_a_version_without_a_step_is_reported_before_it_is_published() -> None:
+    disk, reported = Disk(), []
+
+    async def report(versions: tuple[int, ...]) -> None:
+        reported.append((versions, list(disk.published)))
+
+    trainer = RestartableTrainer(
+        disk.make_group,
+        parent=None,
+        first_step=1,
+        max_kept_bytes=1000,
+        on_restart=disk.told.append,
+        on_check=disk.looks.append,
+        on_republish=report,
+    )
+    await trainer.start()
+    await publish(trainer)
+    await train(trainer, "a")
+    disk.drift = True
+    disk.lose_at.append("step b")
+    with pytest.raises(WeightsMoved):
+        await trainer.step(["b"])
+    assert reported == [((2,), [(0, ""), (1, "a")])]
+
+
 async def test_new_ranks_publish_the_version_again_if_they_serve_the_engines() -> None:
     disk = Disk(serves_engines=True)
     trainer = await started(disk)
