@@ -52,7 +52,7 @@ class EvictionReason(StrEnum):
         Raises: ValueError for `completed`, because a completed trajectory is never dropped.
         """
         if outcome is Outcome.COMPLETED:
-            raise ValueError("ledger: a completed trajectory cannot be dropped; mask or train it")
+            raise ValueError("ledger: got a completed trajectory, expected one with another outcome, which may be dropped")
         return cls(outcome.value)
 
 

@@ -115,7 +115,13 @@ def run_evaluate(
         policy = _policy(config, RunDir(path=Path(scratch)), directory)
         stages.next("checking the model and the prompts")
         observations = check_without_model(config, tell=warn)
-        check_with_model(config, observations, model_path=policy.model, tell_template=warn)
+        check_with_model(
+            config,
+            observations,
+            model_path=policy.model,
+            was_loaded=directory is not None,
+            tell_template=warn,
+        )
         played_set = _chosen_set(config, set_name, num_tasks, model_path=policy.model)
         stages.next("starting Ray")
         # A signal during Ray's start takes effect after it.

@@ -177,7 +177,8 @@ _ANY_LAG = 2**30
 class Contribution:
     """The part g of an update's gradient G that comes from one trajectory or one group.
 
-    If the step has several updates, each number is the mean over the updates.
+    If the step has several updates, `share` is the mean over all updates; `norm` and `cosine` are
+    the means over the updates that trained the part.
     """
 
     entries: tuple[TrajectoryEntry, ...]

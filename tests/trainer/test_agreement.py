@@ -45,7 +45,7 @@ def test_a_token_of_a_later_version_is_refused() -> None:
 
 
 def test_a_single_token_beyond_the_age_bound_is_refused() -> None:
-    with pytest.raises(PolicyTooOld, match="3 versions old, expected at most 2"):
+    with pytest.raises(PolicyTooOld, match="3 training steps old, expected at most 2"):
         check(row_of(5), row_of(2, 5), max_policy_age=2)
 
 
@@ -54,7 +54,7 @@ def test_a_republished_version_does_not_increase_the_age_of_tokens() -> None:
         policy_ages(np.array([4, 5, 6, 7], np.int32), 6, [5]), [1, 1, 0, -1]
     )
     check(row_of(5, 2), max_policy_age=2, republished=(4,))
-    with pytest.raises(PolicyTooOld, match="3 versions old, expected at most 2"):
+    with pytest.raises(PolicyTooOld, match="3 training steps old, expected at most 2"):
         check(row_of(5, 1), max_policy_age=2, republished=(4,))
     # The shard was waiting for its step when its version was published again.
     check(row_of(4), made_for=4, republished=(5,))
@@ -80,7 +80,7 @@ def test_a_token_of_an_undone_version_counts_as_no_newer_than_the_trainer() -> N
     np.testing.assert_array_equal(policy_ages(undone, 5, [4, 7]), [1, 0, 0, 1])
     assert newest_kept(undone) == 3 and newest_kept(undone[:3]) == -1
     check(row_of(UNDONE + 9, 5, UNDONE + 5), max_policy_age=0)
-    with pytest.raises(PolicyTooOld, match="2 versions old, expected at most 1"):
+    with pytest.raises(PolicyTooOld, match="2 training steps old, expected at most 1"):
         check(row_of(UNDONE + 3), max_policy_age=1)
     with pytest.raises(ShardRefused, match="sampled by version 6, expected at most 5"):
         check(row_of(UNDONE + 9, 6))

@@ -250,7 +250,7 @@ def test_a_token_beyond_the_age_bound_is_refused_on_every_rank(
     two_ranks.step([random_samples(15, 4)], step=1, version=1)
     mixed = [*random_samples(16, 3, version=2), *random_samples(17, 1, version=0)]
     before = two_ranks.weights()
-    with pytest.raises(PolicyTooOld, match=r"rank 1: .* 2 versions old, expected at most 1"):
+    with pytest.raises(PolicyTooOld, match=r"rank 1: .* 2 training steps old, expected at most 1"):
         two_ranks.step([mixed], step=2, version=2)
     assert largest_difference(before, two_ranks.weights()) == 0.0
     assert two_ranks.step([mixed[:3]], step=2, version=2).num_updates == 1
