@@ -1,10 +1,11 @@
 """The algorithm's settings, which the queue, the merge actor and the trainer must share.
 
 The module declares the section `algorithm` of the configuration, and computes values that derive
-from its settings, such as the learning rate of an update. Each choice of the loss is one pure
-function in `actors/trainer/loss`; docs/algorithms.md has the table. The loss functions do not use
-the setting `aggregation`: the merge actor computes a weight for each token from it. The module
-imports neither Ray nor torch.
+from its settings, such as the learning rate of an update. The module imports neither Ray nor torch.
+
+The objectives and the other terms of the loss are functions in `actors/trainer/loss`;
+docs/algorithms.md lists them. They do not use the setting `aggregation`: the merge actor turns this
+setting into a weight for each token.
 """
 
 from __future__ import annotations
@@ -68,22 +69,19 @@ def learning_rate_at(
 ) -> float:
     """Return the learning rate of the update after `num_updates` applied updates.
 
-    The rate depends only on num_updates and the settings. So checkpoints need no state of a
-    scheduler, and a resumed run has the same rates as an uninterrupted run.
-
-    Let n = num_updates, W = warmup_updates, N = updates and m = min_ratio.
-    - Warm-up, n < W: rate = learning_rate (n + 1) / W.
-    - After it: rate = learning_rate (m + (1 - m) f), with f = 1 (constant), 1 - p (linear, wsd) or
-      (1 + cos(pi p)) / 2 (cosine). Here p = (n - B) / (N - B), clipped to [0, 1]. The decay begins
-      at B, which is W, except for wsd: N - decay_updates.
+    The rate depends only on the arguments, so a checkpoint needs no state of a scheduler.
+    - Warm-up: rate = learning_rate (num_updates + 1) / warmup_updates.
+    - Afterwards: rate = learning_rate (m + (1 - m) f), with m = min_ratio. The factor f is 1
+      (constant), 1 - p (linear, wsd) or (1 + cos(pi p)) / 2 (cosine). During the decay p rises
+      linearly from 0 to 1. The decay lasts from the end of the warm-up to update `updates`; with
+      wsd, it begins only `decay_updates` before its end.
 
     Source: transformers' `get_scheduler`. Deviations: the first update of transformers' warm-up has
-    rate 0, and ours has learning_rate / W. With wsd, transformers' warm-up rises from the minimum
-    rate, and ours from 0.
+    rate 0. With wsd, transformers' warm-up begins at the minimum rate.
 
     Args: schedule: `updates` must be set unless the kind is constant.
-    Examples: with learning_rate 1.0 and warmup_updates 4, the rates are .25, .5, .75, 1, 1, …. With
-    a linear schedule and updates 8, they are .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, ….
+    Examples, with learning_rate 1 and warmup_updates 4: constant -> .25, .5, .75, 1, 1, …;
+        linear, updates 8 -> .25, .5, .75, 1, 1, .75, .5, .25, 0, 0, …
     """
     if num_updates < warmup_updates:
         return learning_rate * min(1.0, (num_updates + 1) / warmup_updates)
@@ -434,11 +432,11 @@ class AlgorithmSettings:
 
     @property
     def window(self) -> int:
-        """The number W of consecutive group numbers among which a step chooses its next group.
+        """The size W of the window of groups from which a step chooses its next group.
 
-        Groups are numbered in the order of admission. The first of the W numbers is the oldest
-        number that no step has taken. If `window_groups` is null, W is P (`groups_per_step`), or 1
-        if training is synchronous.
+        Groups are numbered in the order of admission. The window begins at the oldest group that no
+        step has taken. Example: W = 3 and the oldest such group is 5 -> choose from 5, 6 and 7.
+        If `window_groups` is null, W is P (`groups_per_step`), or 1 if training is synchronous.
         """
         return self.window_groups or (1 if self.is_synchronous else self.groups_per_step)
 

@@ -7,9 +7,10 @@ before and after the span. The span begins at the first token that differs. The 
 - tools_changed, if the span is in the first prompt, which has system text and tool schemas
 - retokenised, if the span is in sampled tokens: the same text was encoded differently
 - template, if the span is in an observation, or if the prompt only has additional tokens
-- history_rewritten, if tokens after the first prompt were deleted and not replaced (a stripped
-  thought, a compacted history); if the span covers more than one region (`regions`), such as an
-  action and the next observation; or if no end of the span is found
+- history_rewritten, in three cases:
+  - tokens after the first prompt were deleted and not replaced (a stripped thought)
+  - the span is in more than one region (`regions`), such as an action and the next observation
+  - the end of the span is not found in the prompt
 
 The counts of reasons are hints, not proofs: a rewritten text that keeps its end looks like a
 re-tokenised text, and two small changes in one turn look like a rewritten history. The sample
@@ -81,11 +82,11 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
-    """Return the prompt index at which the (changed) copy of the sample ends; None if not found.
+    """Return the index in the prompt after the sample's last tokens; None if they are not found.
 
-    Later tokens of the prompt are new. The copy ends where the sample's last tokens are found in
-    the prompt, searched from `position` on: first the last ANCHOR_TOKENS tokens, then fewer, down
-    to SHORTEST_ANCHOR_TOKENS.
+    The prompt repeats the sample with a change at `position`, and then has new tokens. The search
+    is for the last ANCHOR_TOKENS tokens, then for fewer, down to SHORTEST_ANCHOR_TOKENS.
+    Example: sample 1 2 3 4 5 6 7, prompt 1 9 4 5 6 7 8, position 1 -> 6
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)
     for width in range(longest, min(longest, SHORTEST_ANCHOR_TOKENS) - 1, -1):

@@ -288,8 +288,8 @@ def _shown(bound: Any) -> Any:
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
     """Return a hint for an unknown key: the key that the user probably meant, or all known keys.
 
-    Args: location: the keys that lead to the unknown key, and this key.
-    Example: ("trainer", "lr") -> "did you mean 'learning_rate'?"
+    Args: location: the path of the unknown key in the settings.
+    Example: location ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
     name = str(location[-1])
     if elsewhere := list(_places_of(kind, name)):
@@ -396,13 +396,13 @@ def shown_type(annotation: Any) -> str:
 
 
 def user_code(options: Any) -> list[str]:
-    """Return the names MODULE:NAME of the user's functions that the values of options contain."""
+    """Return the names of user code that options contain, such as my_tools.py:search."""
     # A name without a colon belongs to the environment.
     return [name for name in _marked(options, _USER_CODE) if ":" in name]
 
 
 def data_paths(options: Any) -> list[Path]:
-    """Return the paths of data that the values of options contain; [] if `options` is None."""
+    """Return the paths of an environment's data that options contain; [] if `options` is None."""
     return [] if options is None else [Path(p).expanduser() for p in _marked(options, _DATA)]
 
 

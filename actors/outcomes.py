@@ -55,16 +55,16 @@ class OutcomeRule:
     def baseline_return(
         self, episode_return: float, *, is_graded: bool, worst_completed: float | None = None
     ) -> float | None:
-        """Return the value with which a trajectory counts in its group's baseline.
+        """Return a trajectory's value in its group's baseline; None if it is not in the baseline.
 
-        train: r; train_clamped: min(r, 0, worst_completed); train_penalised: r - penalty; score and
-        mask: r, or None if it was not graded; drop: None. With None the trajectory does not count.
-        Source: docs/semantics.md, Outcomes.
+        worst_completed: the lowest return of the group's completed trajectories; None if there are
+        none, and then ignored. The value depends on the disposition (docs/semantics.md, Outcomes):
 
-        Args: episode_return: r. worst_completed: the lowest return of the group's completed
-        members; None if no member has completed.
-
-        Example: train_clamped: baseline_return(1, is_graded=True, worst_completed=-1) -> -1
+            train            episode_return
+            train_clamped    min(episode_return, 0, worst_completed)
+            train_penalised  episode_return - penalty
+            score, mask      episode_return if is_graded, else None
+            drop             None
         """
         match self.disposition:
             case Disposition.TRAIN:

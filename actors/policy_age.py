@@ -58,13 +58,13 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the version after which all versions of a term are undone; None if none is undone.
+    """Return the newest version that the terms after `term` kept; None if `term` is the newest.
 
     Each start or recovery of a run begins a new term. The new term continues from a version, and
-    undoes all later versions of the earlier terms. The newest term has no undone versions.
+    undoes all later versions of the earlier terms.
 
-    Args: first_versions: the version from which each term continued, by term.
-    Example: {1: 0, 2: 6, 3: 4, 4: 8}: terms 1 and 2 -> 4; term 3 -> 8; term 4 -> None
+    first_versions: the version from which each term continued, by term.
+    Example: undone_after(1, {1: 0, 2: 6, 3: 4}) -> 4, because term 3 continued from version 4
     """
     return min((first for later, first in first_versions.items() if later > term), default=None)
 

@@ -162,10 +162,10 @@ def _check_column(name: str, column: NDArray[Any], wanted: np.dtype[Any]) -> Non
 
 
 class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """The position of a turn in its sample; the turn's prompt is the sample's ids before `start`.
+    """The position of a turn in its sample, with the turn's reward and finish reason.
 
-    The class is a Struct, which is created six times faster than a frozen dataclass: every turn has
-    a span, and reading a trajectory creates the spans again.
+    The turn's prompt is the part of the sample's ids before `start`. The class is a Struct because
+    a Struct is created six times faster than a frozen dataclass, and every turn has a span.
     """
 
     index: int
@@ -404,12 +404,14 @@ class Trajectory(Attempt):
 
     @property
     def is_graded(self) -> bool:
-        """Whether the trajectory got a reward, so that its return says how good it was.
+        """Whether the return says how good the trajectory was.
 
-        A return of 0 may also mean that nothing was rewarded. A trajectory that was played to its
-        end is graded. A trajectory whose reward could not be computed is not. Any other trajectory
-        is graded if `was_rewarded` is true or, if that is None, if its last turn has a reward
-        component or a reward other than 0.
+        A return of 0 may also mean that nothing was rewarded. The first rule that fits decides:
+
+        - Played to its end: graded.
+        - Reward could not be computed, or no turn was played: not graded.
+        - `was_rewarded` is True or False: that value.
+        - Otherwise: graded if the last turn has a reward component, or a reward other than 0.
         """
         if self.outcome in PLAYED_OUT:
             return True
@@ -426,8 +428,9 @@ class Trajectory(Attempt):
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version of the trajectory's trained tokens. Versions that a
-        recovery has undone count by their original numbers. None without trained tokens.
+        """Oldest and newest policy version of the trained tokens; None without trained tokens.
+
+        An undone version counts with its original number (`original_numbers`).
         """
         seen = [sample.versions[sample.versions != NO_VERSION] for sample in self.samples]
         known = [original_numbers(versions) for versions in seen if versions.size]
@@ -468,8 +471,10 @@ class TrajectorySummary(Attempt):
 
 
 def original_numbers(versions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the version numbers without the mark of undone versions (UNDONE).
+    """Return the numbers that policy versions had when they were published.
 
+    If a run goes back to a checkpoint, the later versions are undone, and their numbers are used
+    again for other weights. Samples therefore contain an undone version's number plus UNDONE.
     Example: original_numbers([4, UNDONE + 7]) -> [4, 7]
     """
     if int(versions.max(initial=0)) < UNDONE:

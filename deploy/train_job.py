@@ -78,7 +78,10 @@ def train_command(text: str, *, directory: Path) -> list[str]:
 
 
 def main() -> None:
-    """Replace this process by `rayloom train`, which then receives the signals; never return."""
+    """Replace this process by `rayloom train`, so that the job's signals reach the training.
+
+    The function does not return. It exits with an error if the arguments are refused.
+    """
     if len(sys.argv) != 2:
         sys.exit("usage: python -m deploy.train_job ARGUMENTS")
     try:

@@ -354,7 +354,10 @@ def _is_whole(settings: Mapping[Any, Any], path: str) -> bool:
 
 
 def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
-    """Return the argument that gives functions their weights. Raises: ConfigError."""
+    """Return the command's argument that sets the functions' weights. Raises: ConfigError.
+
+    what: the key of the setting in `tasks.options`, "reward" or "group_reward".
+    """
     if len(set(names)) < len(names):
         raise ConfigError(f"{what}: got {', '.join(names)}, expected each function once")
     weighted = dict(zip(names, plain_values(list(weights), where=what), strict=True))
@@ -422,7 +425,10 @@ def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], store: Path) -> str:
-    """Return the name of a data set; rows are first written to a file in the run's directory."""
+    """Return the path or name of a data set. If it is given as rows, write them to a file first.
+
+    store: the directory of this file.
+    """
     if isinstance(dataset, str | os.PathLike):
         return os.fspath(dataset)
     return os.path.relpath(write_rows(dataset, store))

@@ -159,11 +159,10 @@ class ChatTemplate:
         """Check that the policy can see who speaks, and which call each result answers.
 
         If two user messages, or two system messages, have different names, the template must show
-        names. Messages without a name, or with the role's name, are not compared, and nor are
-        assistant messages, because the policy's own replies have no names.
+        names. A name that only repeats the role does not count, such as "user". The names of
+        assistant messages are not checked, because the policy's own replies have no names.
         Args: history: the chat before `messages`; empty, or it ends with the policy's reply.
-        Raises: RenderError if `check_results` raises it; and if two user messages, or two system
-            messages, have different names that the template does not show.
+        Raises: RenderError if a check fails. `check_results` makes the check of the results.
         """
         for role, no_names in _ROLE_NAMES.items():
             given = [each.name or "" for each in (*history, *messages) if each.role is role]
@@ -184,10 +183,11 @@ class ChatTemplate:
         """Check that the policy can see which call each result answers.
 
         If the template shows no ids, the policy takes the first result as the answer to the first
-        call, and so on. If no result has the id of a call, as many results as calls are taken so.
+        call. Examples for such a template:
+        - Calls a and b, and a result only for b: RenderError, as the policy would read b's as a's.
+        - Calls a and b, and results with the unknown ids x and y: accepted, as there is one for
+          each call.
         Args: calls: id and name of each call in the message before `messages`.
-        Raises: RenderError if the policy could take a result as the answer to another call, which
-            has no result. Example: calls a and b, and a result only for b.
         """
         for known, answer, num_earlier in _answers(messages, calls):
             results, rest = _paired(known, answer)
@@ -231,9 +231,8 @@ class ChatTemplate:
     def _two_results(self) -> tuple[str, str]:
         """The rendering of two calls with results: the text before the first result, and the rest.
 
-        The texts reveal what the template shows. If the template shows ids, the second call's id is
-        in both texts. If results have names, the second call's name is in the rest. A template that
-        refuses two calls counts as showing ids and names: each text is then "ID NAME".
+        The callers search the texts for the second call's id and name. If the template refuses two
+        calls, each text is "ID NAME", so that the template counts as showing ids and names.
         """
         try:
             text = self.text(_TWO_RESULTS_PROBE)
@@ -387,12 +386,12 @@ def _answers(
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
     """Split a chat after each assistant message, and find the calls that each part may answer.
 
-    A part may answer the calls of the assistant message directly before the part. If several
-    assistant messages follow each other directly before the part, it may answer the calls of all.
+    A part may answer the calls of all assistant messages that are directly before the part.
     Args: calls: id and name of each call in the message before `messages`.
-    Yields: for each part, (calls that the part may answer, messages of the part, N). The first N
-        calls are not from the last assistant message before the part, but from earlier ones.
-    Example: assistant (call a), assistant (call b), tool -> the last part is (a and b, [tool], 1).
+    Yields: (calls, messages of the part, number of the calls that are not of the last assistant
+        message before the part).
+    Example: assistant message A (call a), assistant message B (call b), result R
+        -> ((), [A], 0), ((a,), [B], 0), ((a, b), [R], 1)
     """
     known, answer, num_earlier = tuple(calls), list[Message](), 0
     for message in messages:
@@ -410,10 +409,10 @@ def _paired(
 ) -> tuple[dict[int, Message], tuple[Message, ...]]:
     """Find the result of each call among the messages that follow the calls.
 
-    A result with an id answers the call with this id; if several calls have the id, the first of
-    them that has no result. A result without an id answers the first call that has no result. The
-    ids of the results are ignored if no call has an id, or if there are as many results as calls
-    and no result has the id of a call.
+    A result answers the call that has the result's id. If several calls have this id, their results
+    are taken in order. Then each result without an id answers the first call that has no result.
+    Ids of results are ignored if no call has an id. They are also ignored if none of them is known
+    but there is one result for each call: calls (a, b), results (x, y) -> x answers a, y answers b.
     Returns: the result of each call, by the call's index; and all other messages, in order.
     """
     indices: dict[str, list[int]] = {}

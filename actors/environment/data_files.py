@@ -101,7 +101,10 @@ def _has_own_format(config: BuilderConfig) -> bool:
 
 
 def _report_missing(files: Iterable[Path], what: str) -> None:
-    """Log a warning for each series of files that is incomplete by the number in their names."""
+    """Log a warning for each numbered series of files that is incomplete.
+
+    Example: train-00000-of-00002.parquet alone -> a warning that one of two files is missing.
+    """
     series = Counter(
         (found[1], int(found[2]), each.suffix)
         for each in set(files)
@@ -274,10 +277,10 @@ def _noted(file: Iterable[str], lines: list[str]) -> Iterator[str]:
 
 
 def note_of_object(path: Path) -> str:
-    """Return a note to add to an error about a row, if the row's file is a single JSON object.
+    """Return a note that tells the user to save a list of rows instead of one JSON object.
 
-    Probably the user saved lists of columns instead of a list of rows. For any other file the note
-    is empty.
+    The caller adds the note to an error about a row of the file. The note is empty if the file is
+    not a single JSON object.
     """
     if suffix_of(path) != ".json" or not path.is_file():
         return ""
@@ -306,10 +309,12 @@ def suffix_of(path: Path) -> str:
 
 
 def python_values(value: Any) -> Any:
-    """Return what `tolist` of an array or of a number returns, with dates and durations.
+    """Convert an array, or a scalar of numpy or pandas, to Python values, as `tolist` does.
 
-    Raises: TypeError for a masked or missing value, and for a date that Python cannot hold:
-    `tolist` would return None or an integer.
+    Unlike `tolist`, this function never turns a date or duration into an integer.
+
+    Raises: TypeError for a masked value, for a missing date or duration, and for one that Python's
+    types cannot hold.
     """
     if np.ma.is_masked(value):
         raise TypeError("an array with masked values")

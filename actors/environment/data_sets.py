@@ -383,10 +383,10 @@ def _check_parquet(
     left_out: Set[str] = frozenset(),
     remedy: str = "remove or convert the column",
 ) -> None:
-    """Raise BadTaskFile for faults that `datasets` reports without a reason or without the column.
+    """Raise BadTaskFile with a clear reason for a fault that `datasets` would report unclearly.
 
-    Such a fault is a file without rows, two columns with the same name, or a column of a type that
-    the library cannot read.
+    A fault is a file without rows, two columns with the same name, or a column of a type that the
+    library cannot read.
     """
     from datasets import Features
 

@@ -58,9 +58,9 @@ def plays_of(tasks: Sequence[Task], num_samples: int) -> list[RolloutAssignment]
 
 
 def rollout_line(trajectory: Trajectory, *, decode: Callable[[TokenIds], str]) -> bytes:
-    """Return the line of JSON for a rollout of `plays_of`, without a newline.
+    """Return the record of an evaluation's rollout as a line of JSON, without a newline.
 
-    decode: a function that converts ids to text.
+    trajectory: the result of an assignment from `plays_of`. decode: converts token ids to text.
     """
     components: Counter[str] = Counter()
     for turn in trajectory.turns:

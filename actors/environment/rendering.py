@@ -1,11 +1,12 @@
 """Make prompts by appending tokens, so that the tokens of earlier turns stay as they are.
 
 The next prompt is the last prompt, then the sampled tokens, then the tokens of the new messages
-(the delta). The delta is rendered after two invented chats (`dummy_chats`). It is used if
+(the delta). To find the delta, the new messages are rendered after two invented chats
+(`dummy_chats`). The delta is used if
 
-- it is the same after both dummy chats,
-- new messages do not change the rendering of the chat before them (one part may disappear),
-- the delta has the text of every new message, and the real chat's rendering ends with the delta.
+- it is the same after both invented chats,
+- adding the new messages changes nothing before them, except that one part may disappear,
+- it has the text of every new message, and the rendering of the real chat ends with it.
 
 Otherwise the whole chat is rendered, and the reason is counted. The rendering must show the text of
 every message, and the tools. The turn loop and the gateway use this module.
@@ -245,9 +246,8 @@ class ChatRenderer:
         grows with the chat's length.
 
         Args: previous: [P] int32, the last prompt. sampled: [A] int32, the reply to this prompt,
-        which may be cut off. history: every message so far, the reply last. If it is empty, the
-        reply counts as plain text, and the check is left out.
-        new_messages: the messages after the reply; may be empty.
+        which may be cut off. history: every message so far, the reply last. With an empty history
+        the reply counts as plain text, and there is no check. new_messages: may be empty.
         Raises: RenderError if the whole chat has to be rendered and the template refuses it.
         """
         if self._history == "as_rendered":
@@ -328,7 +328,7 @@ class ChatRenderer:
             raise RenderError(f"chat template: it does not show {each}; {remedy}")
 
     def _switches(self, said: Said, text: str) -> Iterator[str]:
-        """Yield a remedy for each word, such as `/no_think`, that the template obeys and hides."""
+        """Yield advice about each word, such as `/no_think`, that switches the mode."""
         for part in said.texts:
             for word in _SWITCH.findall(part):
                 if word in self.template.source and holds(text, part.replace(word, " ")):
@@ -349,10 +349,10 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """Return the marks (unique words) that a chat's rendering shows; None if it is refused.
+        """Return the marks (unique words) that a chat's rendering shows.
 
-        messages: a chat with a mark in place of each text (`marked`), or after one (`with_mark`).
-        after: search only what follows the last occurrence of this text; "" to search everything.
+        messages: a chat with marks in its texts (`marked`, `with_mark`). after: search only after
+        the last occurrence of this text. Returns: None if the template refuses the chat.
         """
         try:
             text = self.template.text(messages, tools, add_generation_prompt=True)
@@ -421,9 +421,9 @@ class ChatRenderer:
     ) -> _Delta | BreakReason:
         """Return the tokens after a dummy reply (the delta), or why they cannot be used.
 
-        Args: mark: the last text of the reply; it must occur once in each rendering. whole: the
-        rendering of the chat with the reply and the new messages. closed: the rendering of the chat
-        that ends with the reply. is_call: whether the reply ends in a call.
+        Args: mark: the last text of the reply. whole: the chat's rendering with the new messages.
+        closed: the chat's rendering up to the reply. is_call: whether the reply ends in a call.
+        If `whole` or `closed` does not have the mark exactly once, the tokens cannot be used.
         """
         # Find the mark in each text: a template may render more text before a reply that is last.
         tails = []
@@ -457,11 +457,11 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema],
     ) -> bool:
-        """Return whether a real chat's rendering ends with `tail`, the text of a delta.
+        """Return whether the rendering of the real chat ends with `tail`.
 
-        The delta was found with dummy chats. A template may render the new messages differently in
-        the real chat, for example if an earlier message has `/no_think`. If the template refuses
-        the real chat, the result is True.
+        tail: the text of the new messages after a dummy chat. The real chat may change this text,
+        for example if an earlier message has `/no_think`. If the template refuses the real chat,
+        nothing can be compared, and the result is True.
         """
         reply = history[-1]
 
@@ -515,12 +515,12 @@ class ChatRenderer:
         return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
-        """Return how many tokens between a reply's text and the new messages close the reply.
+        """Return how many tokens at the start of `tail_ids` close the reply.
 
-        Args: tail_ids: the tokens after the reply's text if new messages follow. closing_ids: the
-        tokens after the text if the chat ends with the reply.
-        Returns: the number of tokens at the start that are equal in both. If `closing_ids` is
-        empty: 1 if `tail_ids` begins with an end token, otherwise 0.
+        Args: tail_ids: the tokens after a reply to which new messages are added. closing_ids: the
+        tokens after the same reply at the end of a chat.
+        Examples: ([END, NL, USER], [END, NL]) -> 2. If the chat ends without a token after the
+        reply, an end token still counts: ([END, USER], []) -> 1.
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
@@ -574,10 +574,10 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _overlap(sampled: TokenIds, closing: TokenIds, end_ids: Set[int | None]) -> int:
-    """Return how many of the first tokens of `closing` are not needed after a reply.
+    """Return how many tokens at the start of `closing` are not needed after a sampled reply.
 
-    These are the tokens with which the reply ends. If the template writes white space before the
-    end token of the reply, they are all tokens of `closing` up to its first end token.
+    closing: the tokens that the template writes to close a reply. Examples: ([hi, END], [END, NL])
+    -> 1; ([hi], [END, NL]) -> 0; with white space first, ([hi, END], [NL, END, NL]) -> 2.
     """
     start: list[int] = closing.tolist()
     end: list[int] = sampled[max(0, len(sampled) - len(start)) :].tolist()

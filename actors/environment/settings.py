@@ -133,7 +133,7 @@ class KeptTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The sampling of an evaluation's answers, and the return that an answer needs to pass."""
+    """The sampling settings of an evaluation, and the lowest return that counts as a pass."""
 
     num_samples: int = 1
     """Number of samples of each task."""

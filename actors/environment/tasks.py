@@ -64,7 +64,7 @@ class TaskSource(Protocol):
         ...
 
     def find(self, task_id: str) -> Task | None:
-        """Return the training task with an id; None if it is not in a fixed list of the source."""
+        """Return the training task with an id; None if it is unknown or was made from a seed."""
         ...
 
 
@@ -207,10 +207,10 @@ class FileTasks:
         num_held_out: int = 0,
         held_out: Sequence[Task] | None = None,
     ) -> None:
-        """Split the tasks into training and held-out tasks.
+        """Split the tasks: all are trained except `num_held_out` of them, kept for evaluation.
 
-        Args: held_out: other tasks, of which those with the lowest hashes are held out; None to
-        hold out some of `tasks`.
+        Args: held_out: tasks from which the `num_held_out` tasks are taken instead. All of `tasks`
+        are then trained.
         Raises: ValueError if there are too few tasks.
         """
         if held_out is None and not 0 <= num_held_out < len(tasks):

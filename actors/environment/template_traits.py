@@ -283,10 +283,10 @@ def end_of_reply(renderer: ChatRenderer) -> str:
 
 
 def missing_header(renderer: ChatRenderer) -> str:
-    """Return the text that a template writes before a reply but not at the end of a prompt.
+    """Return the header of a reply that a template fails to write at the end of a prompt.
 
-    Such a template ignores add_generation_prompt, so the policy would have to sample this text. The
-    result is empty for a template that writes the same text at the end of a prompt.
+    A template with this fault ignores add_generation_prompt, so the policy would have to sample the
+    header. The result is empty for a template without the fault.
     """
     question = (_user(_QUESTION),)
     try:
@@ -302,10 +302,10 @@ def missing_header(renderer: ChatRenderer) -> str:
 
 
 def changed_text(renderer: ChatRenderer) -> str:
-    """Return what a template makes of a user's text, if it changes spaces or the case of letters.
+    """Check whether a template changes spaces or the case of letters in a user's text.
 
-    The user's text is SPACED. The result is empty if the template shows SPACED as it is or escaped,
-    or does not show it.
+    The template renders the text SPACED. If it changes SPACED, return the changed text. Return ""
+    if SPACED appears unchanged or escaped, or does not appear at all.
     """
     try:
         rendered = renderer.template.text((_user(SPACED),), add_generation_prompt=True)
@@ -316,10 +316,11 @@ def changed_text(renderer: ChatRenderer) -> str:
 
 
 def num_repeated(renderer: ChatRenderer, tools: Sequence[ToolSchema]) -> int:
-    """Return by how many tokens the tools lengthen a prompt at each later message of a user.
+    """Return how many tokens a template spends on showing the tools again with each user message.
 
-    Mistral's templates show the tools before the newest message of a user. In a prompt that grows
-    by appending, the earlier copies of the tools stay, and each such message adds one more copy.
+    The result is 0 for a template that shows the tools once. Mistral's templates show them before
+    the newest user message. In a prompt that grows by appending, earlier copies stay, so each user
+    message adds one more copy.
     """
 
     def num_added(shown: Sequence[ToolSchema]) -> int | None:

@@ -244,10 +244,10 @@ def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
 
 
 def _added_by_settings(model: str) -> list[int] | int | None:
-    """Return eos_token_id of generation_config.json, or of the model's configuration.
+    """Return a model's eos_token_id, from generation_config.json or from the configuration.
 
-    As in vLLM, the configuration counts only if generation_config.json is missing, not if the file
-    names no token.
+    As in vLLM, the configuration is ignored if generation_config.json exists, even if that file
+    has no eos_token_id.
     """
     directory = Path(model)
     # The classes of transformers would read the same, but their import takes two seconds.

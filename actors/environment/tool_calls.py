@@ -82,7 +82,10 @@ def split_thought(content: str) -> tuple[str | None, str]:
 
 
 def without_thought(content: str) -> str:
-    """Return the text after the last marker that ends a thought; templates show only this text."""
+    """Return a reply without its thoughts: the text after the last marker that ends a thought.
+
+    In later turns, chat templates show only this text of the reply.
+    """
     for _, end in _THOUGHT_MARKS:
         content = content.rpartition(end)[2]
     return content
@@ -110,8 +113,8 @@ def parse_tool_calls(
     """Return the calls in the text of a turn, in order.
 
     Args: text: the decoded turn. tools: the tools that the environment declared.
-    Returns: one entry for each call; a call without an end and an end without a beginning are
-    malformed entries too. The result is empty for a text without any markup.
+    Returns: one entry for each call, and a `MalformedCall` for a tag `<tool_call>` or
+    `</tool_call>` without the other tag. The result is empty for a text without these tags.
     """
     by_name = {tool.name: tool for tool in tools}
     return tuple(
@@ -248,7 +251,7 @@ def _with_integers(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> d
 
 
 def _as_integer(value: Any, schema: Any) -> Any:
-    """Convert a whole number such as 5.0 to `int` if the schema allows no numbers but integers.
+    """Convert a whole number such as 5.0 to `int` if integers are the only numbers allowed.
 
     Any other value is returned unchanged. The items of a list are converted in the same way.
     """
@@ -275,11 +278,11 @@ def _choices(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the schemas that the argument `key` of a tool must satisfy; True allows any value.
+    """Return the schemas that the argument `key` of a tool must satisfy.
 
-    These are the schemas under `properties` and `patternProperties` that fit the name `key`. If
-    none fits, it is `additionalProperties`. If that is absent too, the argument is allowed (True)
-    only if the tool's schema names no arguments at all; otherwise it is unknown (False).
+    These are the schemas under `properties` and `patternProperties` that fit `key`. If there are
+    none, the result is the schema `additionalProperties`. Without `additionalProperties`, a tool
+    that declares no arguments accepts any argument, [True], and other tools refuse it, [False].
     """
     properties = schema.get("properties", {})
     patterns = schema.get("patternProperties") or {}

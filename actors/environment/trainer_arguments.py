@@ -113,9 +113,10 @@ def copy_of(value: Any) -> Any:
 
 
 def copy_of_each(lists: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function with lists, so that each answer has its own values.
+    """Copy the values in the list arguments of a reward function, one copy for each answer.
 
-    Before this call the lists repeat one object, so that their pickled form is small.
+    A list may contain one object several times, so that its pickled form is small. After this call
+    the function can change the value of one answer without changing the others.
     """
     return {
         name: [copy_of(value) for value in values]

@@ -58,10 +58,10 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return the end of the error about an absolute path: what the user should do instead.
+    """Return what a user should do who wrote a name with an absolute path, for the error's text.
 
     directory: the working directory.
-    Example: /home/a, /home/a/my.py:score -> "; write 'my.py:score'"
+    Example: _below(Path("/home/a"), "/home/a/my.py:score") -> "; write 'my.py:score'"
     """
     if Path(text).is_relative_to(directory):
         return f"; write {str(Path(text).relative_to(directory))!r}"
@@ -132,12 +132,11 @@ def find(text: str, *, what: str) -> Any:
 
 
 def helpers_from_elsewhere(text: str) -> Iterator[str]:
-    """Yield a warning for each import that did not load the module beside the user's file.
+    """Yield a warning for each import that ignored a module in the directory of the user's file.
 
-    For example, rewards/my.py says `import helpers`, and there is rewards/helpers.py. But Python
-    searches the directory in which the command is started, and may load another helpers.py from
-    there. With `python rewards/my.py`, Python would load rewards/helpers.py. Imports of the
-    standard library cause no warning.
+    Example: rewards/my.py has `import helpers`, there are rewards/helpers.py and helpers.py, and
+    the user starts the command in the directory above rewards. Python then loads helpers.py and
+    ignores rewards/helpers.py. Imports of the standard library cause no warning.
 
     text: name of a function or class in the user's file, which must be imported already.
     """

@@ -1,10 +1,11 @@
-"""A user's environment in a worker process, which a few episodes share.
+"""Run a user's environment in a worker process, which a few episodes share.
 
-Invariant: the turn loop sees no difference from the environment itself: a WorkerEnvironment returns
-the same results, and its errors have the same one-line description. If an environment blocks its
-process beyond the deadline, that process is ended: the episodes in that worker end as
-`environment_error` and are played again. The environment actor uses this class for environments
-that are not built in.
+The environment actor uses `WorkerEnvironment` for environments that are not built in. Invariant: a
+`WorkerEnvironment` returns the same results as the user's environment, and its errors have the same
+one-line description. So the turn loop treats both alike.
+
+If an environment blocks its worker process beyond the deadline, the process is ended. Then all
+episodes in the process end as `environment_error` and are played again.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class _Unscored:
 class _Instance:
     """An episode's environment in a worker process.
 
-    If the environment raises RewardError, `rescore` is the error's function that tries again to
-    score the step.
+    `rescore` tries again to score a step: it is the attribute `rescore` of the newest RewardError
+    that the environment raised.
     """
 
     def __init__(self, environment: Environment) -> None:

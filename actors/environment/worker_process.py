@@ -332,8 +332,9 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[N
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of calls from the pool. It puts the values that this worker keeps in place of
-    the references to them (`workers.Held`).
+    """Unpickles a call from the pool, and replaces each reference in the call by its value.
+
+    A reference (`workers.Held`) is the number of an earlier call whose answer this worker keeps.
     """
 
     def __init__(self, file: io.BytesIO, held: dict[int, Any]) -> None:

@@ -8,8 +8,8 @@ Start with `credit_group`, which chooses the method by the settings `baseline` a
   this token and of later tokens.
 - critic: GAE over a trajectory's action tokens in the order of play. Tokens of observations do not
   count in the decay by lambda, so that a long answer of the environment does not reduce credit. The
-  state of a token is all that precedes it in its sample; in a trajectory that branched (a
-  sub-agent, a compacted history) this is not all that was played before.
+  state of a token is the part of its sample before the token. If the trajectory has several samples
+  (a sub-agent, a compacted history), the state does not include the turns in other samples.
 
 The setting `scale` is independent of `baseline`. Called by `step`.
 """
@@ -160,15 +160,13 @@ def turn_advantages(
 ) -> tuple[list[Float64s], EvictionReason | None]:
     """Turn the rewards of a group's turns into an advantage for each turn.
 
-    R_{i,t} = sum_k discount^k r_{i,t+k}. `group_advantages` is applied separately for each t, to
-    the R_{i,t} of all members i of the group. A member that ended before turn t counts with the R
-    of its last turn.
-    Source: Kevin, arXiv 2507.11948, 3, which compares the discounted returns of turns within a
-        group. Deviation: here a turn is compared with the same turn of the other members. Kevin
-        compares it with all turns of the group. This would penalise the first turns of a won game,
-        far from the reward, and would count a long trajectory more often than a short one.
-    With discount 1 and rewards only at the end, every turn gets its trajectory's advantage, even if
-    the members have different numbers of turns.
+    R_{i,t} = sum_k discount^k r_{i,t+k} is the return of member i from turn t on. For each t,
+    `group_advantages` compares the R_{i,t} of all members. A member that ended before turn t counts
+    with the R of its last turn. With discount 1 and rewards only at the end, every turn therefore
+    gets its trajectory's advantage.
+    Source: Kevin, arXiv 2507.11948, 3. Difference: Kevin compares a turn with all turns of the
+        group. Early turns are far from the reward, so Kevin gives them low advantages even in a won
+        game. Kevin also counts a long trajectory more often than a short one.
 
     Args: turn_rewards: for each member [K_i] float, K_i >= 1. discount: in [0, 1].
     Returns: the advantages, for each member [K_i] float64; and the reason if all advantages are 0,
@@ -202,9 +200,9 @@ def state_advantages(
 ) -> list[Float64s]:
     """Compare each turn of a group with the group's turns that started from the same state.
 
-    R_{i,t} = sum_k discount^k r_{i,t+k}. `group_advantages` is applied to the R_{i,t} of all turns
-    with the same key, even if several are of one trajectory. A turn gets 0 if no other turn of the
-    group started from the same state.
+    R_{i,t} = sum_k discount^k r_{i,t+k} is the return of member i from turn t on. For each key,
+    `group_advantages` compares the R_{i,t} of all turns with this key. One trajectory may have
+    several of these turns. A turn whose key no other turn has gets 0.
     Source: GiGPO, arXiv 2505.10978, 4.2, equations 5 to 7. In equation 8 of the paper, these
         values are multiplied by a weight and added to the advantage of the whole episode.
 
@@ -373,8 +371,9 @@ def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
     """Return the rewards of the trained tokens, [N].
 
     A reward that was recorded for a single token stays at this token. The rest of a turn's reward
-    goes to the turn's last token. If a token with a reward is not trained, its reward goes to the
-    trained token before it or, if there is none, to the first trained token.
+    goes to the turn's last token. The reward of an untrained token moves to the last trained token
+    before it, or to the first trained token if none is before it.
+    Example: token rewards [1, 2, 3, 4], mask [0, 1, 0, 1] -> [6, 4]
     """
     charged, of_turns = member.kl_rewards, member.rewards.copy()
     rewards = np.zeros(int(bounds[-1])) if charged is None else charged.copy()

@@ -50,7 +50,7 @@ def journal_step(
 
 
 def members_of(step: JournalStep) -> tuple[Member, ...]:
-    """Rebuild a step's members from its record, so that `weigh_updates` can weight them again."""
+    """Return the trajectories of a recorded step as members, the input of `weigh_updates`."""
     return tuple(
         Member(
             trajectory=entry.trajectory,
@@ -85,8 +85,8 @@ class Journal:
     def write(self, result: StepResult, *, republished: Sequence[int] = ()) -> str:
         """Write a step; return a warning the first time it cannot be written, else an empty string.
 
-        republished: policy versions under which the weights of a step were published a second
-        time (`actors.policy_age`).
+        republished: policy versions that belong to the same training step as the version before
+        them (`actors.policy_age`).
         """
         version = result.report.trainer_version
         step = journal_step(

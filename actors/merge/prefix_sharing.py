@@ -118,9 +118,8 @@ def row_experts(
 ) -> tuple[ExpertRecords | None, int]:
     """Choose the expert record of each token of a row, from the records of the row's samples.
 
-    The experts of a token depend only on the token and the tokens before it. So all samples with
-    the same prefix use the same record for the prefix's last token: the record of the first sample
-    that has one. This is done in rows without shared prefixes too, so that the numbers do not
+    Samples that are equal up to a token get the same record for the token, from the first of these
+    samples that has one. This holds for rows without shared prefixes too, so that training does not
     depend on whether prefixes are shared.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
@@ -285,9 +284,9 @@ def sort_trajectories(
 def cut_items(items: SortedItems, *, max_tokens: int, max_cost: float) -> list[int]:
     """Cut the items into parts of at most max_tokens tokens and max_cost cost.
 
-    First cut between all neighbours that share no prefix. Then, as long as a part is too large, cut
-    it between the two neighbours with the shortest common prefix; among equals, nearest to the
-    middle. A part of one item may exceed the limits.
+    First cut between all neighbours that share no prefix. Then repeatedly cut each part that is too
+    large, between the two neighbours with the shortest common prefix. Of several such cuts, take
+    the one nearest to the part's middle. A part of one item may exceed the limits.
     Returns: the bounds of the parts, from 0 to N.
     """
     bounds = [*np.flatnonzero(items.shared == 0).tolist(), len(items.order)]

@@ -45,9 +45,10 @@ def plan_scores(
 def score_rows(
     groups: Sequence[GroupMembers], settings: StepSettings
 ) -> tuple[list[WeightedSample], list[list[list[int]]]]:
-    """Return all samples to be scored, and the rows: [ranks][rows][indices of the row's samples].
+    """Return the samples to be scored, and their division into rows for the ranks.
 
-    A row without samples is padding.
+    rows[rank][row] lists the indices of the row's samples; an empty list is a padding row.
+    Example: samples a, b, c on two ranks: [[[1]], [[2, 0]]] -> rank 0: b; rank 1: c and a
     """
     weighted = [
         unrouted(sample, temperature=settings.temperature_of(member.trajectory))

@@ -183,9 +183,10 @@ def weigh_updates(
 ) -> list[list[list[WeightedSample]]]:
     """Split the trained members into the step's updates, and weight their tokens.
 
-    A weight is 1 divided by a count, for example of the update's tokens (`trajectory_weights`).
-    Untrained members without a signal (all advantages of their group are 0) count too. They are
-    divided among the updates in proportion to what each update trains (`share_of`).
+    A token's weight is 1 divided by a number, such as the number of the update's tokens
+    (`trajectory_weights`). This number includes members that are left out because all advantages of
+    their group are 0. `share_of` divides these members among the updates, in proportion to what
+    each update trains.
 
     Args: members: all members of the step, in the step's order.
     Returns: [updates][trajectories of the update][samples of the trajectory]; samples without a
@@ -287,19 +288,20 @@ def trajectory_weights(
 ) -> NDArray[np.float64]:
     """Return for each trajectory of an update the weight that each of its trained tokens gets.
 
-    The update has D trained tokens, N trajectories and G groups, counted over the rows of all ranks
-    and the groups without a signal. Trajectory i has n_i trained tokens, its group has n_g. The
-    aggregation sets the weight:
+    D, N and G are the numbers of trained tokens, of trajectories and of groups: those that the
+    update trains on all ranks, plus `without_signal`. Trajectory i has n_i trained tokens, and its
+    group has n_g. The aggregation sets the weight:
     token_mean: 1 / D (Yu et al. 2025, DAPO, equation 8).
     trajectory_mean: 1 / (N n_i) (Shao et al. 2024, GRPO, equation 3).
     prompt_mean: 1 / (G n_g) (DAPO's mean within each prompt).
     constant: 1 / (N C); C is `constant_tokens` (Liu et al. 2025, Dr. GRPO, arXiv 2503.20783,
     appendix A: the generation budget).
 
-    Args: num_tokens: [N], the number of trained tokens in all samples of each trajectory, at least
-        1. group_ids: [N]. without_signal: [3], the tokens, trajectories and groups without a
-        signal, which count but are not in the rows; floats, because they may be shares.
-    Returns: [N] float64.
+    Args: num_tokens: the number of trained tokens in all samples of each trajectory that the update
+        trains, at least 1. group_ids: the group of each of these trajectories. without_signal: [3],
+        the numbers of tokens, trajectories and groups that are left out because their advantages
+        are 0. The numbers may be fractions (`share_of`).
+    Returns: [len(num_tokens)] float64.
     Example: tokens [1, 3] of one group, all with a signal, C 8: token_mean [1/4, 1/4],
         trajectory_mean [1/2, 1/6], prompt_mean [1/4, 1/4], constant [1/16, 1/16]
     """

@@ -82,9 +82,10 @@ class TrainerRankActor:
 
     @ray.method(concurrency_group="watch")
     def check(self) -> int:
-        """Return the peak memory in bytes of this rank's GPU or, on CPU, of this rank's process.
+        """Show that this rank is alive, and return its peak memory in bytes.
 
-        Raises: RuntimeError if this rank no longer broadcasts the weights that it keeps.
+        On CPU, this is the memory of the process, otherwise of the GPU.
+        Raises: RuntimeError if the thread that broadcasts the rank's weights has ended.
         """
         if self._sender is not None:
             self._sender.check()

@@ -5,9 +5,10 @@ the trainer holds (after a recovery), has tokens that are too old, or does not f
 shards. If one rank refuses its shard, all ranks refuse theirs: otherwise the others would wait for
 this rank in a later collective. The packing of rows is not checked here.
 
-A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
-different times, so between two micro-batches the ranks agree whether any of them has received it.
-Until the first update the ranks hold the previous step's weights, and can write its checkpoint.
+A step is abandoned so that a run can end within its grace period. The request to abandon the step
+reaches the ranks at different times. Between two micro-batches the ranks therefore agree whether
+any rank has received the request. Until the step's first update the ranks hold the previous step's
+weights, and can still write the previous step's checkpoint.
 Called by `TrainerRank`; torch is imported late, because the supervisor imports the errors.
 """
 
@@ -46,15 +47,14 @@ def check_versions(
     max_policy_age: int | None,
     republished: Sequence[int] = (),
 ) -> None:
-    """Raise if a shard was made for another version than the trainer holds, or has too old tokens.
-
-    If the weights of a step were published again under a second version, a shard that was made for
-    the first version also fits a trainer that holds the second version.
+    """Check that a shard was made for the trainer's version, and that no token is too old.
 
     Args: trainer_version: the version that this rank holds. max_policy_age: the largest age of a
-    token, in training steps; None: no limit. republished: the versions under which weights were
-    published again (`actors.policy_age`).
-    Raises: ShardRefused; PolicyTooOld if a token is older than max_policy_age.
+    token, in training steps; None: no limit. republished: versions that were published for the same
+    step as the version before them. Example: if 5 is in `republished`, a shard that was made for
+    version 4 fits a trainer that holds version 5.
+    Raises: ShardRefused if the shard was made for another version, or if a token is newer than
+    trainer_version; PolicyTooOld if a token is older than max_policy_age.
     """
     made_for = np.array([shard.trainer_version], np.int32)
     if policy_ages(made_for, trainer_version, republished)[0] != 0:

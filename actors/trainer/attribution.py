@@ -24,7 +24,7 @@ from actors.trainer.sharded_model import squared_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPart:
-    """A part g of an update's gradient G."""
+    """The part g of an update's gradient G that comes from one row or one group."""
 
     norm: float
     """|g|, the Euclidean norm of the part."""

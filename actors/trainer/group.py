@@ -2,10 +2,11 @@
 
 Every call goes to all ranks and has a deadline. For calls whose time depends on the model's size,
 the deadline limits the time in which no rank makes progress (`IDLE_S`).
-Invariant: after `TrainerRankLost` no rank of the group is alive, so no unfinished call can take
-effect later; `service/run/restartable_trainer.py` makes a new group, which loads the newest
-checkpoint. Errors that all ranks raise (a refused shard, a broken checkpoint) leave the group
-running. `TrainerStartFailed` ends the group too, and a new group would fail in the same way.
+
+Invariant: after `TrainerRankLost` no rank of the group is alive. No unfinished call can take effect
+later. `service/run/restartable_trainer.py` makes a new group, which loads the newest checkpoint.
+After `TrainerStartFailed` no rank is alive either, but a new group would fail in the same way.
+Errors that all ranks raise, such as a refused shard or a broken checkpoint, leave the ranks alive.
 """
 
 from __future__ import annotations
@@ -105,11 +106,11 @@ def reservation_name(run_id: str, term: int) -> str:
 
 
 def remove_reservations(run_id: str, *, before_term: int) -> None:
-    """Remove the placement groups that are left from before a run's newest start or recovery.
+    """Remove the placement groups that earlier starts of a run have left in Ray.
 
-    Each start or recovery begins a term. The groups of the terms below `before_term` are removed.
-    Ray keeps a placement group as long as the job of its creator runs, even if the creator was
-    killed. The group would hold the CPUs and GPUs that the next term's actors wait for.
+    Each start or recovery of a run begins a term. The groups of terms below `before_term` are
+    removed. Ray keeps a placement group as long as the job of its creator runs, even if the creator
+    was killed. An old group would hold the CPUs and GPUs that the new ranks wait for.
     """
     older = {reservation_name(run_id, term) for term in range(1, before_term)}
     for group in placement_group_table().values():
@@ -330,8 +331,9 @@ class TrainerGroup:
         return tuple(await self._call_all("fingerprint", timeout_s=timeout_s))
 
     async def renumber(self, version: int, republished: tuple[int, ...]) -> None:
-        """Set the version of the ranks' weights (`TrainerRank.renumber`).
+        """Set the version number of the ranks' weights; the weights do not change.
 
+        republished: versions that were published without a new step, after a restart of ranks.
         Raises: TrainerRankLost.
         """
         await self._call_all("renumber", version, republished, timeout_s=CHECK_S)

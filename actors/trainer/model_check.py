@@ -1,10 +1,10 @@
-"""Check that a sample has the same results in a packed row as alone in transformers' own model.
+"""Check that packing several samples into one row does not change a model's results.
 
 `check_architecture` checks the architecture in seconds, before anything starts. It makes a narrow
 copy of the model: the same configuration, but with few narrow layers, short windows and random
-weights. It runs the copy on rows that are longer than the copy's windows. `check_packing` and
-`check_output_head` check the loaded model. Invariant: a refusal is a NotImplementedError that says
-why. Called by `model` and by the command line.
+weights. It runs packed rows that are longer than the copy's windows, and compares the results with
+transformers' own attention on separate rows. `check_packing` and `check_output_head` check the
+loaded model. Invariant: a refusal is a NotImplementedError that says why.
 """
 
 from __future__ import annotations
@@ -236,10 +236,10 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Shorten the context above which longrope uses its long factors, in a model's small copy.
+    """Make a model's small copy use longrope's long factors already in the check's short rows.
 
-    The check's short rows then exceed this context, as long rows of the run do. Nothing changes if
-    the model has another RoPE, or if the run's context is too short for the long factors.
+    The check then covers the long factors, which the model itself uses only in long rows. Nothing
+    changes if the model has another RoPE, or if the run's context never needs the long factors.
 
     Returns: the longest context of the copy.
     """

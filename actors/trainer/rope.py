@@ -1,10 +1,11 @@
-"""Give a model one table of rotary positions for all rows.
+"""Give a model one table of rotary positions for all rows: the table that the engine uses.
 
 In transformers, the table of some kinds of RoPE depends on the longest position of each forward
-pass. Packing would then change the scores of samples, and these would differ from the scores of the
-engine, which keeps one table for all requests. Invariant: after `fix_rope` the model has the same
-table as the engine. The longest context of the run determines this table. Called when a model is
-loaded.
+pass. The scores of a sample would then depend on the other samples in the pass. The scores would
+also differ from the engine's scores, because the engine keeps one table for all requests.
+
+When a model is loaded, `fix_rope` replaces the table. The longest context of the run determines the
+new table.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _SCALING_TOLERANCE = 1e-6
 def fix_rope(model: PreTrainedModel, *, max_context_tokens: int) -> None:
     """Set the table of each rotary module of a model to the table that the engine uses.
 
-    Only longrope needs this. Its table has the long factors if the run's context is longer than the
-    context of the pretraining, otherwise the short factors.   Source: vLLM,
-    `Phi3LongRoPEScaledRotaryEmbedding` (transformers chooses again in each forward pass).
+    Only the kind longrope is changed. Its table has the long factors if the run's context is longer
+    than the context of the pretraining, otherwise the short factors. transformers would choose the
+    factors again in each forward pass.   Source: vLLM, `Phi3LongRoPEScaledRotaryEmbedding`.
 
     Raises: NotImplementedError if the model has dynamic RoPE, for which no single table exists, or
-    if `longrope_table` raises it.
+    if transformers scales longrope differently from the engine.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -114,15 +114,16 @@ def replay_choice(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replace a router's choice by recorded experts, weighted by the router's own logits.
 
-    g_i = I_i exp(s_i) / sum_j I_j exp(s_j), I: 1 for the recorded experts, s: the logits.
+    A recorded expert i gets the weight exp(s_i) / sum_j exp(s_j), where s are the logits. The sum
+    is over the recorded experts j; without `normalises` it is over all experts. Tokens that are not
+    at `positions` keep the router's choice and weights.
     Source: Rollout Routing Replay (R3), Ma et al. 2025, arXiv 2510.11370, the gating weights of
-    the replay (deviation: if the model does not normalise the weights, g_i = I_i exp(s_i) /
-    sum_j exp(s_j)). Other positions keep the router's weights and choice unchanged.
+    the replay (deviation: the weights without `normalises`).
 
     Args: logits: [T, E]. weights, chosen: [T, K], the router's own. positions: [R] int64, each
         once. recorded: [R, K] int64. normalises: whether a token's weights are made to sum to 1.
     Returns: logits, weights, chosen; the weights have a gradient for the logits.
-    Example: logits ln [1, 2, 3, 4], recorded [0, 1] -> weights [1/3, 2/3]; not normalised
+    Example: logits ln [1, 2, 3, 4], recorded [0, 1] -> weights [1/3, 2/3]; without `normalises`
     [.1, .2].
     """
     own = logits.index_select(0, positions).float()

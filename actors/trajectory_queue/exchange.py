@@ -1,10 +1,13 @@
 """Take assignments from the queue, play them, and send the finished trajectories to the queue.
 
-Invariant: every assignment becomes exactly one trajectory that is sent to the queue, or `run`
-raises, and the supervisor then gives this actor's rollouts to another actor. An actor holds at most
-`num_slots` rollouts, and a rollout counts until its trajectory has been sent, so a full queue slows
-down the actor. If the queue dies, the exchange drops everything that it holds, and the next queue
-hands the rollouts out again. Called by environment actors and the gateway.
+Invariant: every assignment becomes exactly one trajectory that is sent to the queue. Exceptions:
+- The queue cannot be reached: `run` raises, and the supervisor gives this actor's rollouts to
+  another actor.
+- The queue dies: the exchange drops its rollouts, and the next queue hands them out again.
+- `stop` cancels rollouts that are stored (`is_durable`): another actor delivers them later.
+
+An actor holds at most `num_slots` rollouts. A rollout counts until its trajectory has been sent, so
+a full queue slows down the actor. Called by environment actors and the gateway.
 """
 
 from __future__ import annotations
@@ -67,13 +70,15 @@ class RolloutExchange:
     ) -> None:
         """Create an exchange; `run` starts it.
 
-        Args: play: function that plays one rollout to its end. If it raises, the rollout counts as
-            an infrastructure error. The call is cancelled by `stop` and when the queue dies; after
-            the queue's death a new attempt of the rollout may begin before the cancelled call ends.
-            queue: handle of the trajectory queue actor. environments: names of the environments
-            whose tasks are taken. num_slots: number of rollouts held at a time, >= 1.
-            is_durable: what happens to rollouts that `stop` cancels. True: they are dropped, and
-            another actor delivers them later. False: they are sent with the outcome cancelled.
+        Args:
+            play: Plays one rollout to its end. If `play` raises, the rollout counts as an
+                infrastructure error. `stop` and the queue's death cancel the call. After the
+                queue's death, a new attempt may begin before the cancelled call ends.
+            queue: Handle of the trajectory queue actor.
+            environments: Names of the environments whose tasks are taken.
+            num_slots: Number of rollouts held at a time, >= 1.
+            is_durable: Whether the rollouts are stored, so that another actor can deliver those
+                that `stop` cancels. If not, they are sent with the outcome `cancelled`.
         """
         self._play_one = play
         self._actor_id = actor_id
@@ -169,7 +174,7 @@ class RolloutExchange:
         return assignments
 
     async def _begin_anew(self) -> None:
-        """Drop all rollouts and trajectories, and return the rollouts to the new queue."""
+        """Drop everything after the queue's death, and let the new queue hand the rollouts out."""
         self._num_deaths_seen += 1
         for task in self._plays:
             task.cancel()

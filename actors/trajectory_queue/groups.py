@@ -1,8 +1,10 @@
 """Groups and their rollouts: attempts, retries, waiting, and the closing and replacement of groups.
 
-Attempt numbers only grow: each retry gets a new number, also after a lost payload or a restart, so
-that a late result is never mistaken for a newer one. Only failures use the retry budget. Pure; the
-queue state calls these methods and records the changes in the ledger.
+Each new attempt of a rollout has a higher number than all earlier attempts, even after a restart.
+So a late result is never mistaken for the result of a newer attempt. Only failed attempts use the
+retry budget; attempts that are repeated after a restart do not.
+
+This module does no I/O. `QueueState` calls it and records the changes in the ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ RolloutState = Literal["pending", "handed_out", "finished", "gone"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
-    """A request to create a group for a task, under a group number that has no task."""
+    """A task to play as a new group of rollouts, and the group number that the group will have."""
 
     group_number: int
     task: Task
@@ -41,7 +43,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
-    """The location of a finished trajectory."""
+    """A reference to a finished trajectory: one row of a block in Ray's object store."""
 
     block: Any
     """Reference to a TrajectoryBlock, which `QueueState` never fetches."""
@@ -203,16 +205,17 @@ class Group:
         )
 
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
-        """Count the sampled tokens of a finished attempt that no step takes; all are untrained.
+        """Count the sampled tokens of a finished attempt that will not be trained, by cause.
 
-        The tokens are counted under `reason`. If the outcome's rule masks the attempt (keeps it out
-        of the loss), the tokens are counted under the mask's cause (`token_cause`), because a step
-        would not train them either. Tokens of left-out turns count under their turn's own reason.
+        The cause is `reason`, with two exceptions. If the outcome policy masks the attempt (keeps
+        it out of the loss), the cause is MASKED or the outcome (see `token_cause`). The tokens of a
+        turn that a session left out of training count under the turn's `LeftOutReason`.
         """
         summary = rollout.summary
         if summary is None:
             return TokenCounts(untrained={reason: rollout.num_sampled}).known()
         if self.policy.rule(summary.outcome).masks(is_graded=summary.is_graded):
+            # A training step would not train these tokens either.
             reason = token_cause(EvictionReason.MASKED, summary.outcome)
         return untrained_tokens(summary, reason)
 
@@ -283,9 +286,7 @@ class ReadyRollouts:
         heapq.heappush(heap, (rollout.next_attempt == 0, group.number, member, rollout.rollout_id))
 
     def pop(self, environments: Collection[str]) -> str | None:
-        """Remove the first rollout of these environments; return its id, or None without a
-        rollout.
-        """
+        """Remove the next rollout of these environments; return its id, or None if none is left."""
         heaps = [heap for name in environments if (heap := self._heaps.get(name))]
         return heapq.heappop(min(heaps, key=itemgetter(0)))[-1] if heaps else None
 
@@ -441,7 +442,7 @@ class FailureCounter:
         self._last: tuple[Outcome, str, Task] | None = None
 
     def add_attempt(self, outcome: Outcome, *, detail: str, task: Task) -> None:
-        """Record an attempt whose trajectory cannot be in a baseline."""
+        """Record an attempt that failed, or whose return cannot enter its group's baseline."""
         self._outcomes[outcome] += 1
         self._last = (outcome, detail, task)
 
@@ -471,14 +472,14 @@ class FailureCounter:
 
 
 class Refills:
-    """Dynamic sampling: groups whose returns are all equal are replaced, at most `limit` times.
+    """Dynamic sampling: decides whether a closed group is replaced because its returns are equal.
 
-    If all members of a closed group have equal returns in the baseline, the advantages would be 0,
-    so the group's number gets another task. Reward shaping is not considered here, because the
-    merge actor applies it later.
+    Equal returns give advantages of 0, so the group's number gets another task (a refill). Each
+    group number gets at most `limit` refills; after that, a group with equal returns is kept.
+    Without the limit, a step could wait forever if the policy solves every task. Reward shaping is
+    not considered here, because the merge actor applies reward shaping later.
     Source: DAPO, arXiv 2503.14476, equation 11. Deviations: only this group is replaced instead of
-        the whole batch; after `limit` replacements the next group with this number is kept. So a
-        solved task set leads to weak updates, and not to a step that is never complete.
+        the whole batch; the number of refills is limited.
     """
 
     def __init__(self, *, limit: int, counts: Mapping[int, int] | None = None) -> None:
@@ -486,8 +487,9 @@ class Refills:
         self._counts = dict(counts or {})
 
     def claim(self, number: int, returns: Sequence[float]) -> bool:
-        """Return whether a closed group must be replaced; if so, count the refill under the group's
-        number.
+        """Return whether a closed group must be replaced; if so, use up one refill of its number.
+
+        returns: the returns of the group's baseline.
         """
         used = self._counts.get(number, 0)
         if used >= self._limit or not are_equal(returns):
@@ -496,11 +498,9 @@ class Refills:
         return True
 
     def forget(self, number: int) -> None:
-        """Drop the count of refills of a group number whose step is finalised."""
+        """Drop the refill count of a group number that will not be used again."""
         self._counts.pop(number, None)
 
     def counts(self) -> dict[int, int]:
-        """Return the number of refills so far, by group number, for groups whose step is not
-        finalised.
-        """
+        """Return the number of refills of each group number that has not been forgotten."""
         return dict(self._counts)

@@ -14,7 +14,8 @@ from actors.outcomes import OutcomePolicy
 class QueueSettings:
     """Bounds on the rollouts that are handed out or buffered.
 
-    If either bound is reached, only the step that is being collected gets further rollouts.
+    If either bound is reached, the queue hands out only rollouts of the step that is being
+    collected. It hands out no rollouts of later steps.
     """
 
     __pydantic_config__ = STRICT

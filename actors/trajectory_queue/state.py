@@ -1,9 +1,9 @@
 """The queue's state and rules, as a state machine without I/O. Called only by the queue actor.
 
-The state has the admission window, the groups, and the ledger, which counts the rollouts.
-Invariants: after every call, admitted rollouts = trained + evicted + in flight. A rollout is handed
-out to one actor at a time. Only a result of the attempt that this actor plays is accepted; a late
-result is refused and counted. The bounds of `QueueSettings` never hold back a rollout of the step
+The state has the groups, the admission window, and the ledger, which counts the rollouts.
+Invariants: after every call, admitted rollouts = trained + evicted + in flight. At most one actor
+plays a rollout at a time. The queue accepts only the result of the rollout's current attempt; late
+results are refused and counted. The bounds of `QueueSettings` never hold back a rollout of the step
 that is being collected, because that could cause a deadlock.
 """
 
@@ -59,10 +59,10 @@ class QueueState:
         snapshot: QueueSnapshot | None = None,
         keeps_taken: bool = False,
     ) -> None:
-        """Start from a snapshot. Rollouts in flight that no step has taken are played again.
+        """Start from a snapshot. Rollouts that the training loop has not taken are played again.
 
-        keeps_taken: whether the taken steps stay taken, because the training loop still has them.
-        If False, these steps are rolled back, and their rollouts are played again too.
+        keeps_taken: whether the training loop still has the steps that it took but did not
+        finalise. If False, the rollouts of these steps are played again too.
         """
         self.settings = settings
         snapshot = snapshot or QueueSnapshot()
@@ -114,7 +114,7 @@ class QueueState:
                 self._ledger.drop_tokens(tokens.known())
 
     def admissible(self) -> list[OpenSlot]:
-        """Return the numbers without a group, ascending: new ones and those of evicted groups."""
+        """Return the free group numbers, ascending. An eviction makes a group's number free."""
         if self._is_ended:
             return []
         numbers = range(self._window.oldest, self._window.admissible_end)
@@ -258,7 +258,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Stop withholding a rollout's summary from `drain`: its group is scored or evicted."""
+        """Let `drain` return a rollout's withheld summary, once the group is scored or evicted."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -347,10 +347,10 @@ class QueueState:
     def hold(self, is_held: bool) -> None:
         """Begin a hold if is_held, otherwise end it. During a hold no rollouts are handed out.
 
-        The engines sample no turns during a hold. A rollout that was handed out before the hold may
-        therefore end by a time-out or an infrastructure error. The rollout is then played again,
-        and no failure counts. Durable environments (`QueueStateSettings.durable`) are excepted: a
-        new attempt would get the same result from the client, so outcomes count as usual.
+        The engines sample no turns during a hold, so rollouts that are handed out may time out or
+        have an infrastructure error. These rollouts are played again without counting a failure.
+        In durable environments (`QueueStateSettings.durable`) a failure counts, because a new
+        attempt would get the same result from the client.
         """
         self._is_held = is_held
         if is_held:
@@ -412,10 +412,10 @@ class QueueState:
         )
 
     def snapshot(self) -> QueueSnapshot:
-        """Return the state from which another queue can start.
+        """Return the state from which a new queue can start, without the trajectories.
 
-        The tokens of trajectories that wait for a step count as dropped, because the other queue
-        repeats these rollouts.
+        The new queue repeats the rollouts that no step has taken. Of these, the finished rollouts'
+        tokens count as dropped, except in durable environments.
         """
         return QueueSnapshot(
             window=self._window.snapshot(),
@@ -496,7 +496,7 @@ class QueueState:
         self._ready.add(rollout, group)
 
     def _roll_back(self, first: int) -> tuple[int, ...]:
-        """Roll back step `first` and all later steps; their trajectories wait for a step again."""
+        """Undo the taking of step `first` and all later steps; return these steps, ascending."""
         held = {number: self._window.step_of(number) for number in self._groups}
         numbers = [number for number, step in held.items() if step is not None and step >= first]
         for rollout in _finished(self._groups[number] for number in numbers):
@@ -568,7 +568,7 @@ class QueueState:
         self._evict_group(group, reason)
 
     def _evict_group(self, group: Group, reason: EvictionReason) -> None:
-        """Evict a group's remaining rollouts, so that its number gets another task."""
+        """Evict a group's remaining rollouts. The group's number is then free for another task."""
         for rollout in group.rollouts.values():
             if rollout.state != "gone":
                 self._evict(rollout, reason)

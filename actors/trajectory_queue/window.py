@@ -214,16 +214,17 @@ def oldest_admitted_version(
 ) -> int:
     """Return the oldest policy version whose tokens a group may contain; older tokens are stale.
 
-    Group k is admitted only when all engines hold the weights of step max(0, floor(k / P) - S) or
-    of a later step; step 0 means the initial weights. The function returns the version under which
-    the weights of step max(0, floor(k / P) - S) were published first. Tokens of this version or a
-    newer one do not exceed the age bound when the group is trained. A session may have older
-    tokens, if a recovery admitted the session's group again with another number.
+    Group k has the admission step max(0, floor(k / groups_per_step) - max_lag). The group is
+    admitted only when all engines hold the weights of the admission step or newer weights. The
+    result is the version under which the weights of the admission step were first published.
+    Tokens of this version or a newer one do not exceed the age bound. A session may have older
+    tokens if a recovery gave the session's group a new number.
 
-    Args: group_number: k. algorithm: has P (groups_per_step) and S (max_lag). num_ahead: the policy
-        version minus the number of trained steps, when the term began. republished: versions of
-        the term under which weights were published a second time (`actors.policy_age`).
-    Example: P=3, S=1: groups 0 to 5 -> 0, 6 to 8 -> 1; with num_ahead=2: 8 -> 3
+    Args: num_ahead: the policy version minus the number of trained steps, when the term began (the
+        time from a start, recovery or return to a checkpoint to the next). republished: versions of
+        the term under which a step's weights were published again (`actors.policy_age`).
+    Example: groups_per_step=3, max_lag=1: groups 0 to 5 -> 0 (the initial weights), 6 to 8 -> 1;
+        with num_ahead=2: group 8 -> 3
     """
     step = group_number // algorithm.groups_per_step - algorithm.max_lag
     version = max(step, 0) + num_ahead

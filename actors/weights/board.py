@@ -7,10 +7,13 @@
     board.laggards()                            # -> (), so every live replica samples from it
 
 Times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Each start or
-recovery of a run begins a new term. Invariants: a publication's (term, version) never decreases,
-and calls of a term older than the newest known term are refused; a replica is live for a limited
-time after each sign of life (its lease), and only live replicas are waited for; a replica holds a
-version after it has reported that it has loaded the version.
+recovery of a run begins a new term.
+
+Invariants:
+- The current publication's (term, version) never decreases. A call of an old term is refused.
+- A replica is live for a limited time after each sign of life (its lease). Callers wait only for
+  live replicas.
+- A replica holds a version after it has reported that it has loaded the version.
 """
 
 from __future__ import annotations
@@ -192,14 +195,13 @@ def check_tokens(vocab_size: int) -> Int32s:
 
 
 def largest_group(num_waiting: int, num_failed: int) -> int:
-    """Return how many engines a broadcast may have, given one engine's failed broadcasts.
+    """Return the largest broadcast group that an engine with failed broadcasts may join.
 
-    An engine that cannot take part makes the broadcast fail for all. After the first failure the
-    number stays the same, because a member that died is not in the next broadcast. Each further
-    failure divides the number by four.
-    Args: num_waiting: number of engines that wait for a broadcast. num_failed: number of
-    consecutive broadcasts that failed for the engine.
-    Example: of 20 waiting engines, after 0, 1, 2, 3 failures -> 20, 20, 5, 2
+    One faulty engine makes the broadcast fail for its whole group, so groups shrink until that
+    engine is alone. The first failure does not shrink a group, because a member may have died, and
+    dead members are not in the next group. Each further failure divides the size by four.
+    num_waiting: engines that wait for a broadcast. num_failed: the engine's failures in a row.
+    Example: 20 waiting engines, and 0, 1, 2, 3 failures -> 20, 20, 5, 2
     """
     return -(-num_waiting // 4 ** max(0, num_failed - 1))
 
@@ -282,9 +284,9 @@ class Board:
     def starting(self, replica_id: str, *, work: float, now: float) -> None:
         """Record that a replica is still starting, and how much work its start has done.
 
-        work: a number that grows while the start makes progress. The board records progress only if
-        `work` is greater than in all reports, of all replicas, since the last `_settle`: starts
-        that crash again and again are not progress.
+        work: a number that grows while the start makes progress. Only a new maximum over all
+        replicas counts as progress, so starts that crash again and again do not count for long.
+        `_settle` resets the maximum.
         """
         if work > self._furthest_start:
             self._furthest_start, self._moved_at = work, now
@@ -408,11 +410,11 @@ class Board:
         self._lease_ends[replica_id] = now + lease_s + POLL_GRACE_S
 
     def _settle(self, now: float) -> None:
-        """Forget how far the replicas' starts and loads have got; progress then counts from zero.
+        """Reset the measure of progress (`BoardStatus.quiet_s`), as after a publication or a load.
 
-        A start or a load counts as progress only if it gets further than all others since this
-        call. Otherwise the board would wait forever for a replica that crashes in each start or
-        load, because Serve starts it again under another name.
+        After a reset, a start or a load is progress only if it gets further than any other since
+        the reset. A replica that crashes in every start or load therefore soon makes no progress,
+        although Serve restarts the replica under another name.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0
@@ -438,10 +440,9 @@ class Board:
     def seat(self, members: Iterable[str], *, store: str) -> dict[str, Seat]:
         """Form a broadcast group of waiting members, and return the seat (place) of each member.
 
-        Members that do not wait are left out. If no member waits, the result is empty. After failed
-        broadcasts, only some of the members get a seat (`largest_group`). The reason: one engine
-        that cannot take part makes the broadcast fail for its whole group. In ever smaller groups,
-        the faulty engine is alone in the end, and ends itself after MAX_FAILED_BROADCASTS.
+        Members that do not wait get no seat, so the result may be empty. After failed broadcasts
+        the group is smaller (`largest_group`), until a faulty engine is alone. That engine ends
+        itself after MAX_FAILED_BROADCASTS.
         """
         waiting = self.waiting()
         present = [name for name in members if name in waiting]

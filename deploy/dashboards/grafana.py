@@ -200,8 +200,8 @@ def _of_newest_step(statistic: str) -> str:
 def _with_window(query: str) -> str:
     """Return a query with [$several_steps] replaced by a time window that holds several steps.
 
-    The query has an alternative for each of WINDOWS. Its conditions select the alternative that
-    fits the duration of the newest step.
+    The result repeats the query for each window of WINDOWS, joined by `or`. Each copy has a
+    condition on the duration of the newest step, so that only one copy gives a value.
     """
     if "$several_steps" not in query:
         return query

@@ -1,1 +1,1 @@
-"""The source of Prometheus' rules; `python -m deploy.rules` writes the chart's files."""
+"""Prometheus rules; `python -m deploy.rules` writes them into the Helm chart."""

@@ -1,14 +1,16 @@
 """Convert rules.yaml to Prometheus' rules: `python -m deploy.rules` writes helm/files/rules/.
 
-RUN_LABELS in rules.yaml is replaced by the labels that distinguish runs, and PLACE_LABELS by the
-labels that distinguish releases. The chart's PodMonitor adds `release` to every series, and
-Prometheus' operator adds `namespace`; `cluster` is needed if Thanos or Mimir evaluates the rules
-for several clusters. On a laptop the series lack these labels; Prometheus then groups them as if
-the labels were empty.
+Each placeholder in rules.yaml is replaced:
+- RUN_LABELS: the labels that distinguish runs, "cluster, namespace, release, run".
+- PLACE_LABELS: the labels that distinguish releases of the chart, "cluster, namespace, release".
+- A duration in braces: `{6h}` -> "6h", `{10m as seconds}` -> "600".
 
-Each duration is written in braces: `{6h}` becomes a duration in Prometheus' language, and
-`{10m as seconds}` a number. A scale below 1 shortens all durations by the same factor, so that a
-test takes minutes instead of hours; the chart uses scale 1.
+The chart's PodMonitor adds the label `release` to every series, and Prometheus' operator adds
+`namespace`. Thanos and Mimir need `cluster` if they evaluate the rules for several clusters. If
+series lack these labels, as on a laptop, Prometheus treats the labels as empty.
+
+A scale below 1 shortens all durations by the same factor, so that a test takes minutes instead of
+hours. The chart uses scale 1.
 """
 
 from __future__ import annotations

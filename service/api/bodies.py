@@ -34,10 +34,12 @@ ASKS_HEADER = "x-rayloom-asks"
 
 
 def asked_method(scope: Scope) -> str:
-    """Return the method of the request about which `door` asks; empty for every other request.
+    """Return the method of the request that `service.api.door` asks about; otherwise "".
 
-    A client can send the header too. `door` adds its own header last and asks only by OPTIONS, so
-    a client can only ask, and a request with another method is a request.
+    Before `door` reads a large body, it sends OPTIONS with the headers of the request, to learn
+    whether the API would accept the request. `door` adds ASKS_HEADER with the request's method.
+    A client can also send ASKS_HEADER, but then only learns whether a request would be accepted.
+    If `door` asks, its value is the last one and counts. Without OPTIONS the header is ignored.
     """
     values = Headers(scope=scope).getlist(ASKS_HEADER)
     return values[-1] if values and scope["method"] == "OPTIONS" else ""

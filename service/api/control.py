@@ -106,9 +106,9 @@ class EvaluationAnswer(StrictBody):
 
 
 class OperationAnswer(StrictBody):
-    """An operation that an operator requested, and that continues after the answer to the request.
+    """A checkpoint, an evaluation, or a return to a checkpoint that an operator requested.
 
-    It saves a checkpoint, evaluates the policy, or returns to a checkpoint.
+    The operation continues in the background after the request has been answered.
     """
 
     # Only the supervisor that began an operation knows it, and it keeps only the newest ones.
@@ -145,9 +145,8 @@ class PolicyAnswer(StrictBody):
 class PoliciesAnswer(StrictBody):
     """The policy versions, each with the engines and checkpoints that have it.
 
-    A run that returned to a checkpoint gives the later version numbers to new policies. An engine
-    that still has an old policy with such a number is therefore not listed under the number, but in
-    `starting`.
+    After a return to a checkpoint, the run uses the later version numbers again, for new policies.
+    An engine that still has a policy from before the return is listed in `starting`.
     """
 
     term: int

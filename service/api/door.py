@@ -83,10 +83,10 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """Ask the API whether it accepts a request's headers; return the messages of its refusal.
+        """Return the ASGI messages with which the API refuses a request's headers; [] if accepted.
 
-        The question is the same request with the method OPTIONS. The list is empty if the API
-        accepts the headers, or if another application than Rayloom's API answers.
+        The API receives the request with the method OPTIONS and without a body. Other Serve
+        applications do not know this check, so their requests always count as accepted.
         """
         asking = {
             **scope,

@@ -47,7 +47,7 @@ def add_feed(app: FastAPI, run: RunPort, *, stream_s: float = STREAM_S) -> None:
     ) -> FeedAnswer:
         """Return the events of tasks, rollouts and sessions, in the order in which they were
         stored. With `Prefer: wait=N`, wait until there is an event. A client's key receives only
-        its tenant's events, with the tenant's own numbers.
+        its tenant's events, which are numbered separately for each tenant.
         """
         start, caller = after or 0, caller_of(request)
         page = await patiently(

@@ -139,10 +139,10 @@ class Guards:
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
         """Check a request's headers, host and key; return None if all are accepted.
 
-        If a session's key is refused, return the answer that `app.state.check_session_key` made.
-        Before the module `door` reads a large body, it sends the request's headers with the method
-        OPTIONS, to learn whether the request will be accepted.
-        method: the method of the client's request, even if `scope` has OPTIONS for this reason.
+        If a session's key is refused, return the answer of `app.state.check_session_key`.
+
+        method: the method that the client sent. `scope` has OPTIONS instead if the module `door`
+        asks in advance whether a request with a large body would be accepted.
         Raises: Problem for every other refusal; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]

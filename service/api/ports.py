@@ -62,9 +62,9 @@ class RunPort(Protocol):
     async def feed(self, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
         """Return the first `limit` entries of the feed after the number `after`.
 
-        sees: the tenant whose entries to return. The entries of each tenant have numbers of their
-        own, and `after` is one of these. None returns the entries of all tenants, numbered over
-        the whole feed.
+        sees: the tenant whose entries to return. Each tenant's entries are numbered separately, and
+        `after` is a number of this tenant. If `sees` is None, the entries of all tenants are
+        returned, and `after` is a number in the whole feed.
         """
         ...
 

@@ -244,7 +244,7 @@ class SubmissionQueue:
     ) -> SubmitReply:
         """Return the reply to a request (`offer`) that was accepted.
 
-        new: the places of newly accepted tasks, by task id. over: the states of tasks that had
+        new: the answers for newly accepted tasks, by task id. over: the states of tasks that had
         ended before the request, by task id.
         """
         return SubmitReply(
@@ -501,8 +501,9 @@ class SubmissionQueue:
     async def archive(self, kept: Sequence[int]) -> None:
         """Store the final states of submissions that are over, and remove these from memory.
 
-        A submission is over if its rollouts will never be played again. `SubmissionTable.over`
-        decides this and explains the arguments. Raises: LeaseLost.
+        A submission is over if no return to a kept checkpoint can play its rollouts again. kept:
+        the number of the last ledger event in each kept checkpoint, newest first. Raises:
+        LeaseLost.
         """
 
         async def archive() -> None:
@@ -580,8 +581,8 @@ class SubmissionQueue:
     def take_entries(self, *, last_event_seq: int) -> list[FeedEntry]:
         """Return new entries of the feed, in which clients read what became of their tasks.
 
-        Each entry reports a ledger event up to number `last_event_seq`, and is returned only once.
-        The caller stores the entries with a checkpoint.
+        Each entry reports one ledger event, and is returned only once. Events after number
+        `last_event_seq` are left for a later call. The caller stores the entries with a checkpoint.
         """
         entries, now = [], time.time()
         for event in self._unpublished:

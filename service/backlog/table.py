@@ -150,11 +150,12 @@ class SubmissionTable:
                 entry.admitted_seq = event.seq
 
     def told_by(self, event: LedgerEvent) -> tuple[str, RolloutResult | None] | None:
-        """Return the submission id and the rollout's result that the feed shows for an event.
+        """Return the submission id and the result with which the feed reports an event to clients.
 
-        Clients read in the feed what became of their tasks. Record the event first (`note_events`).
-        Return None if no client submitted the rollout. Also return None for an admission of a
-        rollout, unless it is the first admission of the rollout's submission.
+        The result is None if no attempt of the rollout has ended. Return None instead of the pair
+        for an event that the feed leaves out: the rollout was submitted by no client, or the event
+        admits a rollout of a submission that was already admitted. Record the event first
+        (`note_events`).
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -256,10 +257,10 @@ def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]
 def _is_over(entry: _Entry, kept: Sequence[int]) -> bool:
     """Return whether no return to a kept checkpoint can play a submission's rollouts again.
 
-    Usually the oldest kept checkpoint must contain the end of all rollouts. If all were evicted
-    before any step, it is enough that the newest contains their end and that none was written
-    while the group was in the queue. Otherwise, evicted submissions would pile up in memory while
-    no step is trained. Args: see `SubmissionTable.over`.
+    True if the oldest kept checkpoint contains the end of all rollouts. Also true if no step took
+    any of the rollouts, the newest kept checkpoint contains their end, and no kept checkpoint was
+    written while the group was in the queue. Without this second rule, evicted submissions would
+    pile up in memory while no step is trained. Args: see `SubmissionTable.over`.
     """
     if entry.group_id is None:
         return entry.is_cancelled

@@ -263,9 +263,9 @@ _COLUMNS = ("token", "text", "id", "is", "turn", "logprob", "version", "advantag
 
 
 def show(view: TrajectoryView, console: Console) -> None:
-    """Print a trajectory's facts, its text, and a table of its sampled tokens.
+    """Print a trajectory's facts, its text, and a table of its sampled and its faulty tokens.
 
-    The table also has each token with a fault, such as a token that was trained but not sampled.
+    An example of a faulty token is a prompt token that was trained.
     """
     console.print(_heading(view))
     for sample in view.samples:

@@ -124,10 +124,10 @@ def leave(code: int) -> NoReturn:
 
 
 def bound_ending(code: int) -> None:
-    """End the process with `code` if its threads have not ended ENDING_LIMIT_S after this call.
+    """End the process with `code` after ENDING_LIMIT_S if a thread still keeps it alive.
 
-    The interpreter waits for every thread that is not a daemon, and a module of the user may have
-    started a thread that never ends.
+    Python waits at its end for every thread that is not a daemon. The user's code may have started
+    a thread that never ends.
     """
     threading.Thread(target=_end_late, args=(code,), name="ending", daemon=True).start()
 

@@ -131,11 +131,11 @@ async def _all_rescored(
 def _is_scored_alone(
     members: Mapping[str, Config], policies: Mapping[str, OutcomePolicy], trajectory: Trajectory
 ) -> bool:
-    """Return whether the functions of --reward, which score one answer, score this trajectory.
+    """Return whether the functions of --reward are called for a trajectory.
 
-    In the environments single_turn and tools, they score what a run would score: completed
-    episodes, and truncated episodes if `rollouts.outcomes` sets score for them. In other
-    environments, they score every trajectory.
+    In the environments single_turn and tools, they are called as in a run: for completed episodes,
+    and for truncated episodes if `rollouts.outcomes` sets `score` for them. In other environments,
+    they are called for every trajectory.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):
@@ -179,10 +179,10 @@ async def _rescored(
 
 
 async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
-    """Return the scores of one group function by trajectory id.
+    """Score a step's groups with a function of --group-reward; return scores by trajectory id.
 
-    Each call of the function gets the trajectories of one group, in the order of their rollouts.
-    Trajectories that do not count in the group's baseline are left out, as in a run.
+    The function is called once for each group, with the group's trajectories in rollout order. As
+    in a run, the function does not get trajectories that are left out of the group's baseline.
     """
     groups: dict[str, list[Trajectory]] = {}
     for entry in step.entries:

@@ -94,7 +94,10 @@ def main() -> None:
 
 
 def _try_all(request: Request, said: Connection) -> None:
-    """Import the environments, and make the calls that earlier child processes did not make."""
+    """Import the environments, begin their first tasks and call the user's functions.
+
+    If a call ended an earlier child process, this process makes only the remaining calls.
+    """
     trial = request.trial
     for name, key in trial.others.items():
         said.send(("doing", (key, f"import {name}", request.import_limit_s)))
@@ -142,9 +145,10 @@ def _send_begun(name: str, observation: Observation, said: Connection) -> None:
 async def _call_all(
     name: str, config: Config, request: Request, said: Connection, *, what: str
 ) -> None:
-    """Call each function of an environment with two answers, and send the results.
+    """Try an environment's functions on two sample answers, and send each result to the parent.
 
-    what: the settings that name the environment, for messages.
+    what: the setting that names the environment, such as "tasks.environment". It appears in
+    messages to the user.
     """
     source = tasks.open_tasks(config)
     task = source.task(0)
@@ -265,7 +269,12 @@ async def _scored(
     text: str,
     said: Connection,
 ) -> tuple[Fate, str, float]:
-    """Score an answer; send a warning if the sum of named numbers probably counts them twice."""
+    """Score an answer with a function.
+
+    If a function returns several named numbers, its score is their sum. Send a warning if one
+    number is probably the total of the others. Example: {"style": 1, "content": 2, "total": 3}.
+    Returns: the values of `Call.fate`, `Call.text` and `Call.value`.
+    """
     try:
         score = await environment.score_by(function, text)
     except NoScore as error:

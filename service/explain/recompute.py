@@ -228,8 +228,8 @@ class Explanation:
 def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
     """Recompute a step's gradient, separately for each trajectory.
 
-    replays: before this, train again all steps between the checkpoint and this step.
-    Raises: ConfigError.
+    replays: first train the steps between the checkpoint and this step again, so that the gradient
+    is computed at the step's own weights. False uses the checkpoint's weights. Raises: ConfigError.
     """
     settings = _one_rank(source.config, source.model)
     before = source.steps_between() if replays else ()
@@ -347,7 +347,7 @@ def _trajectories(
 ) -> tuple[Contribution, ...]:
     """Return the contribution of each trajectory to the step's updates.
 
-    own: the share from `own_shares` by trajectory id; it is 1 for all other trajectories.
+    own: each trajectory's result of `own_shares`, by trajectory id. A missing trajectory gets 1.
     """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
@@ -408,9 +408,9 @@ def _contribution(
 ) -> Contribution:
     """Return the contribution of one trajectory, or of one group, to the step's updates.
 
-    entries: the trajectory, or the trained trajectories of the group. parts: one pair for each
-    update that trained at least one of the entries. The pair has the gradient g of the entries, and
-    the norm |G| of the update's whole gradient. num_updates: number of all updates of the step.
+    entries: the trajectory, or the trained trajectories of the group. parts: a pair (g, |G|) for
+    each update that trained the trajectory or the group: the gradient of the entries, and the norm
+    of the update's whole gradient. num_updates: number of all updates of the step.
     """
     return Contribution(
         entries=tuple(entries),

@@ -45,11 +45,12 @@ def links_of(
 ) -> list[Link]:
     """Return a link for each message: a digest of the conversation up to and with this message.
 
-    The link of a tool's result also has the index of the tool call. If an id repeats in the last
-    reply, its results answer these calls in order; other results answer the newest call with their
-    id. `messages` may follow earlier messages, which the arguments describe.
-    Args: after: key of the last earlier message. num_calls: number of earlier tool calls.
-    call_before: returns the index of the newest earlier call with a given id, None for other ids.
+    The link of a tool's result also has the index of the call that it answers: the newest call with
+    the result's id. If the last reply has several calls with one id, results answer them in order.
+
+    Args: after: key of the message before `messages`. num_calls: number of tool calls before
+    `messages`. call_before: takes an id, and returns the index of the newest call with this id
+    before `messages`, or None.
     """
     key, links = after, []
     newest: dict[str, int] = {}
@@ -85,9 +86,9 @@ def tools_key(
 def request_digest(request: ChatRequest, *, key: bytes, tools: bytes) -> str:
     """Return a hexadecimal digest of a request; a repetition of the request has the same digest.
 
-    Unlike the conversation's key, the digest depends on the ids of tool calls and on the reasoning.
-    Two sampled replies may differ only in these, and requests that continue different replies are
-    no repetitions.
+    The digest also depends on the ids of tool calls and on the reasoning, unlike the conversation's
+    key. Two sampled replies may differ only in these ids or the reasoning. A request that continues
+    one of the replies does not repeat a request that continues the other reply.
     Args: key: key of the whole conversation. tools: key of the tools.
     """
     shown = [

@@ -91,7 +91,8 @@ class GroupCommit:
         """Store a change, after all earlier ones; it is durable when this returns.
 
         If this method raises, do not send the client the turn that the change adds. After StoreAway
-        or a cancellation, the turn is marked as unseen by the client once it is stored.
+        or a cancellation, the turn may still be stored. It is then marked as unseen, which means
+        that no client received it.
 
         Raises: StoreAway if the database does not answer within `hold_s`; the change then stays in
             the queue. TooLate if the change is not stored, such as after the session has ended

@@ -102,8 +102,8 @@ def add_sessions(app: FastAPI, run: RunPort, port: Sessions, settings: HttpSetti
     """Add the routes of sessions, and the check of their keys before a body is read.
 
     Args:
-        port: The gateway's sessions. A run's API has them in another process, and passes a client
-            (`_RemoteSessions` in `service.gateway.client`) that calls this process.
+        port: The gateway's sessions. If the gateway is in another process, pass
+            `GatewayClient.sessions`, which calls the gateway remotely.
     """
     app.state.check_session_key = SessionKeyCheck(
         lambda session_id, digest: port.check_key(session_id, digest), app.state.callers

@@ -209,11 +209,12 @@ class Sampler:
         return self._turn(pending, prompt, turn, reply, tree)
 
     def with_shown_names(self, request: ChatRequest) -> ChatRequest:
-        """Return a copy of the request without the message names that the chat template hides.
+        """Return a copy of the request without the names that the chat template would not show.
 
-        A hidden name is always removed if it is an assistant's, is empty or repeats the role. Any
-        other hidden name is removed only if `sessions.unsupported` is "ignore". Names of tool
-        results are kept. Raises: Refused for a hidden name that must not be removed.
+        A name is the field `name` of a message. Names of tool results are kept.
+
+        Raises: Refused if `sessions.unsupported` is "refuse" and a name of a system or user message
+            would not be shown. An empty name, or a name equal to the role, is removed all the same.
         """
         template = self._renderer.under(request.template_options).template
         messages, ignored = list(request.messages), request.ignored
@@ -271,10 +272,10 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Count the characters of the new messages; return 0 if the messages may fit the context.
+        """Return the number of characters of the new messages if they are too many for the context.
 
-        Messages with too many characters are refused without tokenizing them, because millions of
-        tokens would delay all other sessions.
+        Return 0 if the messages may fit. The messages are not tokenized for this check, because
+        tokenizing very long messages would delay all other sessions.
         """
         messages = place.new_messages
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
@@ -440,13 +441,13 @@ def _as_message(
 ) -> tuple[Message, bool, str]:
     """Return the message for the client, whether the reply is malformed, and the stop string.
 
-    The stop string is the one that cut the text, or empty. After a cut the message has no calls.
-    The reply is malformed in two cases:
-    - A tool call is unreadable, or its arguments are not a JSON object. The message then has the
-      text as it was sampled, and no calls: if only some calls were executed, the policy could
-      mistake the result of one call for the result of another.
-    - A tool call names an undeclared tool. The message then has all calls, so that the agent can
-      report the error to the policy.
+    If the text contains a string of `stop`, the message ends before this stop string and has no
+    calls. The returned stop string is empty if the text contains none.
+
+    A reply is malformed in two cases:
+    - A tool call cannot be parsed, or its arguments are not a JSON object. The message then has the
+      text as it was sampled, and no calls.
+    - A tool call names an undeclared tool. The message then has all calls.
 
     text: the decoded reply, without its end tokens.
     """
@@ -465,11 +466,14 @@ def _as_message(
     for call in found:
         arguments = None if isinstance(call, MalformedCall) else arguments_of(call)
         if isinstance(call, MalformedCall) or arguments is None:
+            # Drop the other calls too: if the agent executed only some of the calls, the policy
+            # could mistake the result of one call for the result of another.
             content, stopped = before_stop(visible_text(text), stop)
             return _assistant(content, reasoning=parsed.reasoning), True, stopped
         taken = {each.id for each in calls}
         call_id = call.id if call.id and call.id not in taken else f"{turn_id}.{len(calls)}"
         calls.append(ToolCall(name=call.name, arguments=arguments, id=call_id))
+    # Keep a call of an undeclared tool, so that the agent can report the error to the policy.
     message = _assistant(content, reasoning=parsed.reasoning, tool_calls=tuple(calls))
     return message, any(call.name not in names for call in calls), stopped
 

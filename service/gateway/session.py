@@ -78,8 +78,8 @@ class Session:
         Args:
             turns: The session's turns, in the order of their numbers.
             now: Returns the time in seconds since 1970.
-            leaves_titles_out: Whether turns that only make a title for a conversation are not
-                trained.
+            leaves_titles_out: Whether to exclude from training the turns that only make a title
+                for a conversation.
         """
         self.stored = stored
         self.tree = SessionTree(stored.id, leaves_titles_out=leaves_titles_out)
@@ -387,7 +387,7 @@ class Session:
         return self.tree.num_turns + sum(1 for _ in waiting)
 
     async def _show(self, turn: SessionTurn) -> ChatReply:
-        """Return a stored turn as a reply, after storing that a client sees the turn."""
+        """Return a stored turn as a reply. Before that, store that a client has seen the turn."""
         number = turn.number
         if turn.is_unseen:
             if not self.is_live:
@@ -475,9 +475,10 @@ class Session:
         await self._store_once(given.digest, self._store_end(rewarded))
 
     async def discard(self, why: str) -> None:
-        """End the session without training its turns.
+        """End the session without training its turns. Do nothing if the session has ended.
 
-        Do nothing if it has ended already or ends at the same time. Raises: Refused.
+        If another call is ending the session, wait for that call first. Raises: Refused if the
+        session's end cannot be stored.
         """
         while self.stored.end is None:
             if (ending := self._ending) is not None:

@@ -333,10 +333,11 @@ class SessionTree:
     ) -> SessionTurn | None:
         """Return the turn that already answers this request; None if a turn must be sampled.
 
-        This is the turn of an earlier request with the same id or the same idempotency key.
-        Otherwise, a request that is marked as a retry gets the turn of the session's newest
-        request, if the two requests have the same digest and `_is_another` does not exclude the
-        turn.
+        The first match is returned:
+        1. The turn of an earlier request with the same id.
+        2. The turn of an earlier request with the same idempotency key.
+        3. Only for a retry: the turn of the session's newest request, if that request has the same
+           digest and `_is_another` is false for the turn.
         Raises: Refused if a different request had the same idempotency key.
         """
         number = self._by_request.get(request_id)
@@ -356,10 +357,10 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether a turn cannot be the answer to a request that is marked as a retry.
+        """Return whether a request that is marked as a retry cannot be a retry of a turn's request.
 
-        This is so if a client has sent the turn's reply back already, or if the retry has another
-        idempotency key.
+        It cannot be one if a client has already continued from the turn, so that it has the reply,
+        or if its idempotency key differs from the key of the turn's request.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
@@ -387,13 +388,12 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Return the turns that a conversation may continue.
+        """Return the turns that a conversation may continue, found by the newest known reply in it.
 
-        These are the turns whose reply comes last in the conversation. Two turns are both returned
-        if their conversations up to the reply have the same digest. The result is empty if the
-        conversation contains no reply of this session.
-        links: the digests of the conversation's messages. tools: only turns with the tools of this
-        digest count; None: all turns count.
+        There are several turns if this session sampled the same reply more than once after the same
+        messages. There is none if the conversation has no reply of this session.
+        links: the digests of the conversation's messages. tools: digest of the tools that a turn
+        must have; None for any tools.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -497,10 +497,10 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a new conversation starts with a message made from a field `instructions`.
 
-    If the request has this field, return whether the field has text. Otherwise the new conversation
-    begins like the conversation of the turn `named`, so return that turn's `is_instructed`.
-    request: the first request of the new conversation. named: the earlier turn that the request
-    names; None if it names none: the result is then False without the field.
+    request: the first request of the conversation. If the request has the field, the result is
+    whether the field has text.
+    named: the earlier turn whose id the request gives, or None. Without the field, the conversation
+    begins like the turn's conversation, so the result is `named.is_instructed`, or False for None.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed
@@ -528,9 +528,9 @@ def _choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | Non
     1. The tool calls in `messages` have the ids that the turn gave to these calls.
     2. The reasoning in `messages` is the turn's reasoning, or there is none in `messages`.
     3. A client received the turn's reply.
-    Filters 1 and 2 compare the replies of the turn and of those earlier turns of its conversation
-    that not all candidates share. If all remaining turns have the same token ids, return the
-    newest; otherwise the choice is ambiguous.
+    Filters 1 and 2 also test the earlier turns of a candidate's conversation, except the turns that
+    all candidates share. If all remaining candidates have the same token ids, return the newest;
+    otherwise the choice is ambiguous.
 
     messages: the conversation that the client sent.
     """

@@ -1,9 +1,9 @@
 """The routes for clients with their own agent loop: uploaded trajectories, token ids in and out.
 
-The whole request is checked before any part is stored; the answer has a result for each trajectory
-(accepted, duplicate or rejected). A complete group is submitted before the answer. If the
-submission is refused, the trajectories stay stored, and the client sends the same request again.
-The request then submits the group, and its trajectories count as duplicates.
+A whole upload is checked before any part is stored. The answer has a result for each trajectory:
+accepted, duplicate or rejected. A complete group is submitted for training before the answer. If
+the submission is refused, the trajectories stay stored. The client then repeats the upload: the
+trajectories now count as duplicates, and the group is submitted.
 """
 
 from __future__ import annotations
@@ -333,7 +333,11 @@ def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) ->
 
 
 def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Problem:
-    """Make one problem (422) of all violations, each with its trajectory's position in the body."""
+    """Return an HTTP error (422) that lists all violations found in a request's body.
+
+    found: each violation with the position of the faulty trajectory, such as ("trajectories", 3),
+    or () for a body without trajectories.
+    """
     errors = [
         {
             "loc": ["body", *place, *violation.place],

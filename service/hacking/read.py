@@ -69,12 +69,12 @@ def _leave_out_old_verdicts(path: Path) -> None:
 
 
 def read_kept(run_dir: Path, *, surviving: Collection[Place]) -> list[Line]:
-    """Read the audit's records, except those of steps that a return to a checkpoint has undone.
+    """Return the audit's records, without records of steps that a return to a checkpoint undid.
 
-    surviving: the steps in the journal that still count, each with the number of its term; a term
-    begins when the run starts or returns to a checkpoint. Records of steps that are older than the
-    journal's first step are also read. Invalid lines, such as a line that was written only in part,
-    are ignored. Raises: OSError.
+    Records of steps before the journal's first step are returned too. Invalid lines are skipped,
+    such as a line that was written only in part.
+    surviving: the journal's steps that were not undone, as pairs (step, term). A term of the run
+    begins when the run starts or returns to a checkpoint. Raises: OSError.
     """
     file = run_dir / FILE
     if not file.is_file():
@@ -95,9 +95,9 @@ Verify = Callable[[JournalStep], Mapping[str, bool]]
 
 
 def kept_of(journal: OpenJournal) -> list[Line]:
-    """Read the audit's records of a journal's run; the journal says which steps still count.
+    """Return the audit's records of the run, without records of steps that the journal left out.
 
-    A journal without a run directory has no records. Raises: OSError.
+    The list is empty if the journal is a single file without a run directory. Raises: OSError.
     """
     if journal.run_dir is None:
         return []

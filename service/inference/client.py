@@ -60,12 +60,11 @@ class ReplicaAffinityRouter(RequestRouter):
     """A router that sends a call to the replica that the call's session id names.
 
     If the session id names no live replica, the call goes to the less busy of two random replicas.
-    So the trajectories of a lost replica are distributed by load; each then stays with the replica
-    that answered it (`GenerateRequest.replica`).
+    The trajectory's later calls then name the replica that answered (`GenerateRequest.replica`), so
+    the trajectories of a lost replica are distributed by load.
 
-    Serve's default router gives no such guarantee: it may choose a replica for one call, and then
-    send another waiting call to that replica. Serve imports this class by its name in each process
-    that uses a handle.
+    Serve's default router may send a waiting call to a replica that was chosen for another call.
+    Serve imports this class by its name in each process that uses a handle.
     """
 
     async def choose_replicas(
@@ -286,12 +285,11 @@ async def until_available(
 ) -> _Answered:
     """Call `attempt` until it succeeds, for at most deadline_s, and return its result.
 
-    A PolicyUnavailable of the attempt, which means that no engine answered, is followed by a pause
-    and the next attempt. Any other error is raised at once. Repeating a request is safe, because a
-    dead engine has returned none of the tokens that it sampled.
-    Args: margin_s: seconds after the deadline at which a running attempt is cancelled. Until then
-    it can report the missed deadline itself.
-    Raises: after the deadline, PolicyUnavailable if any attempt failed with PolicyUnavailable, else
+    If no engine answered (PolicyUnavailable), pause and try again. Any other error is raised at
+    once. Repeating a request is safe, because a dead engine has returned none of its tokens.
+    Args: margin_s: seconds after the deadline until a running attempt is cancelled. In this time
+    the attempt can raise PolicyDeadlineExceeded itself.
+    Raises: after the deadline, PolicyUnavailable if any attempt found no engine, otherwise
     PolicyDeadlineExceeded.
     """
     lost: PolicyUnavailable | None = None

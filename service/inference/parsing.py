@@ -1,10 +1,12 @@
 """Split a sampled reply with vLLM's parsers into thinking, content and tool calls.
 
-Invariant: `ReplyParser.parse` never raises, whatever was sampled; text that cannot be parsed stays
-content. vLLM's parsers do not report failures. A turn therefore counts as malformed if its text
-begins more calls than the parser found. None of its calls is then executed: with the results of
-only some calls, the policy could mistake one call's result for another's. The calls that were found
-are checked later (`actors.environment.tool_calls.check_calls`).
+Invariant: `ReplyParser.parse` never raises, whatever was sampled. Text that cannot be parsed stays
+content.
+
+vLLM's parsers do not report a call that they cannot read. So this module counts the calls that the
+text begins. If the parser found fewer, the turn is malformed, and none of its calls is executed:
+with only some results, the policy could take one call's result for another's.
+`actors.environment.tool_calls.check_calls` checks the calls that were found.
 
 Importing this module takes eleven seconds if vLLM is not imported yet. The tokenizer is loaded with
 the first request that needs it.

@@ -86,9 +86,9 @@ class InferenceSettings:
 
     @property
     def names_parser(self) -> bool:
-        """Whether tool_parser or reasoning_parser is neither auto nor none.
+        """Whether tool_parser or reasoning_parser is the name of a parser that vLLM must have.
 
-        vLLM must then have a parser of this name.
+        The values auto and none are not names of parsers.
         """
         return not {self.tool_parser, self.reasoning_parser} <= {AUTO, NONE}
 

@@ -43,16 +43,14 @@ _RESTORE = "restore a copy of it, or inspect a single journal file by its path"
 
 
 def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
-    """Return which steps of each term count, and which of their rollouts the trainer refused.
+    """Return the steps that no return to a checkpoint undid, and the refused rollouts in them.
 
-    A term lasts from a start or recovery of the run to its end. A later term that continues from an
-    earlier step undoes the steps after that step. Example: term 1 trained steps 1 to 4, and term 2
-    continued from step 2. Then steps 1 and 2 of term 1 count.
+    Each start or recovery of the run begins a term. Example: term 1 trained steps 1 to 4, and term
+    2 continued from step 2. Then the result has steps 1 and 2 of term 1, and all steps of term 2.
 
-    Returns: for each term with steps that count, the range of these steps and the ids of the
-    refused rollouts. None if the journal was copied without the database. The trainer refuses a
-    rollout whose update is not finite. The journal is written before the update, so in the journal
-    the rollout counts as trained.
+    Returns: for each term with such steps, their range, and the ids of the rollouts whose update
+        the trainer refused because the update was not finite. None if the journal was copied
+        without the database.
     Raises: ConfigError if the database is lost or damaged, or has no run.
     """
     try:

@@ -58,8 +58,8 @@ class Token:
     that sampled the token; None if it was not sampled. logprob: the engine's log-probability in
     nats; None if not recorded. version: the policy version that sampled the token; None if logprob
     is None. advantage: the value that the trainer received; None if the token was not trained.
-    starts_branch: whether this is the first token that differs from an earlier sample, so that a
-    turn could not extend the earlier sample and began this sample.
+    starts_branch: whether the sample branches off from an earlier sample at this token: all tokens
+    before this token are shared, and this token is the first that differs.
     """
 
     position: int

@@ -54,7 +54,7 @@ After = TypeVar("After", int, SessionPlace)
 class Page(Generic[Item, After]):
     """A page of a list of tasks or sessions, in the order of acceptance.
 
-    Sessions of the same task are in the order of their members.
+    Sessions of one task follow in the order of `StoredSession.member`, their number in the task.
     """
 
     items: tuple[Item, ...]

@@ -203,9 +203,8 @@ def _check_own(
     """Raise NotThisRun if a copy at the address was made by another run.
 
     Another process that has continued this run elsewhere counts as another run.
-    copies: the content of `complete.json` for each copy, by the copy's name. It has the term (the
-    lease's number) in which the copy was made, and the lease's digest. leases: the digests of this
-    run's own leases, by term.
+    copies: the marker of each copy, by the copy's name. leases: this run's `lease_digests`. A copy
+    is this run's if its marker names one of these digests.
     """
     for name, marker in copies.items():
         if not _is_own(marker, leases):
@@ -220,11 +219,10 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of the first directory at the address that is not this run's, or None.
+    """Return the name of a directory at the address that this run has not uploaded, or None.
 
-    A directory is this run's if the marker of its unfinished upload names one of the run's leases.
-    Call this only if the address has no complete copy.
-    leases: the digests of this run's own leases, by term (the lease's number).
+    Call this only if all uploads at the address are unfinished. An unfinished upload is this run's
+    if its marker names a digest in `leases`, the run's `lease_digests`.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()

@@ -1,9 +1,12 @@
 """Decide whether a stored run may resume, from which checkpoint, and which checkpoints to keep.
 
-`rayloom train --resume` checks, before anything starts, whether the run can resume. The supervisor
-checks this again at the start of each term, which is the time under one lease of the run. During a
-term, the checkpoints that need not be kept are removed. In this module a commit is a checkpoint
-that the run's database records.
+`rayloom train --resume` checks before anything starts that the run can resume. The supervisor
+checks it again each time that it starts or recovers the run. While the run trains, the checkpoints
+that need not be kept are removed.
+
+Two words: a commit is a checkpoint that the run's database records. A term is the period from one
+start or recovery of the run to the next. Each term has its own lease on the run, and its number is
+part of the names of its checkpoints' directories.
 """
 
 from __future__ import annotations
@@ -129,11 +132,11 @@ def named_checkpoint(run_dir: RunDir, name: str) -> Checkpoint:
 
 
 def check_not_taken_over(run_dir: RunDir, *, lost: str) -> None:
-    """Check that no other process owns the run, after Ray has reported the supervisor as dead.
+    """Check that no new process has taken over the run of a supervisor that Ray reports as dead.
 
-    Ray's report may be wrong, so the supervisor `lost` may be alive and own the run.
-    Args: lost: HOST:PID of the supervisor reported as dead; empty if it never reported its name.
-    Raises: LeaseLost if any other living process owns the run; StoreError.
+    Ray's report may be wrong, so the check passes if `lost` is alive and owns the run.
+    Args: lost: HOST:PID of the reported supervisor; empty if its name is not known.
+    Raises: LeaseLost if a living process other than `lost` owns the run; StoreError.
     """
     with run_dir.looked_into(patience_s=PATIENCE_S, may_be_older=True) as store:
         owner = store.live_owner()
@@ -193,14 +196,13 @@ def chosen_commits(
 def prune_directories(
     checkpoints: Path, kept: Sequence[Checkpoint], *, uploading: str = ""
 ) -> None:
-    """Remove the directories of checkpoints that are not in `kept`.
+    """Remove the directories of checkpoints that are not in `kept`, also incomplete directories.
 
-    Directories that an interrupted write or removal left are removed too. Directories that are
-    newer than the newest checkpoint in `kept` stay: they may still be committed, or belong to a
-    later term. Also remove the files with the inputs of skipped updates, except for the newest
-    KEPT_SKIPPED files.
-    Args: kept: the checkpoints to keep, newest first, at least one. uploading: the directory that
-    is being uploaded, which stays too; empty if there is none.
+    Directories that are newer than `kept[0]` stay: a checkpoint may not be committed yet, or
+    another supervisor may have written it. Old files with the inputs of skipped updates are removed
+    too; the newest KEPT_SKIPPED stay.
+    Args: kept: one or more checkpoints, newest first. uploading: name of a directory that stays
+    because it is being uploaded; empty if there is none.
     """
     names, newest = {uploading, *(commit.directory for commit in kept)}, kept[0]
     for directory in checkpoints.glob("step-*-t*"):

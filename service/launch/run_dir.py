@@ -89,7 +89,7 @@ class RunDir:
     def secret_file(self) -> Path:
         """File with the secret from which the keys of sessions are derived if the API needs no key.
 
-        If a client of the API has a key, its sessions' keys are derived from this key instead.
+        If a client has an API key, the keys of its sessions are derived from the API key instead.
         """
         return self.path / "session.key"
 

@@ -56,11 +56,11 @@ PROMPTS_LIMIT_S = 20.0
 
 
 class ActorPool:
-    """A pool that keeps its actors alive; each actor has the methods `run`, `ping` and `stop`.
+    """A pool that replaces dead actors; each actor has the methods `run`, `ping` and `stop`.
 
-    The constructor starts the actors; they play rollouts while `watch` runs. The subclasses,
-    `GatewayPool` and `EnvironmentPool`, set the class variables, from which the actors' ids and the
-    messages about them are made.
+    The constructor starts the actors; they play rollouts while `watch` runs. Each subclass
+    (`GatewayPool`, `EnvironmentPool`) sets the class variables, which contain the words for the
+    actors' ids and for messages.
     """
 
     part: Part

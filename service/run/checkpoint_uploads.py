@@ -54,7 +54,7 @@ class CheckpointUploads:
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
 
     def begin_term(self, notice: Callable[[str], None]) -> None:
-        """Start the thread; a later call wakes the thread to copy checkpoints without a copy.
+        """Start the thread, or wake a running thread, to copy all checkpoints that were not copied.
 
         Called when the run starts, and again when it continues from a checkpoint (a new term).
         notice: function that shows a notice to the user; the thread calls it.

@@ -116,8 +116,8 @@ class Control(ControlPort):
     async def begin_term(self, lease: Lease) -> None:
         """Begin a term. The first term of the supervisor's process restores the stored pauses.
 
-        If an operator requested a return to a checkpoint, end that operation: as done if the term
-        continues from the checkpoint, otherwise as failed.
+        If an operator requested a return to a checkpoint, that operation ends now. It is done if
+        the term continues from the checkpoint, and failed otherwise.
         lease: the term's lease, with the checkpoint from which the term continues. Raises:
         StoreError.
         """

@@ -79,7 +79,7 @@ class HackingWatch:
         return self._findings
 
     def begin_term(self, term: int, notice: Callable[[str], None]) -> None:
-        """Begin to audit a term, which a start, a resumption or a recovery of the run begins.
+        """Begin to audit a term. Call this at each start, resumption or recovery of the run.
 
         The first call starts the thread. In each term the thread first reads what earlier terms
         have stored. notice: function that shows a notice to the user; the thread calls it.
@@ -115,7 +115,7 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Read the findings and the newest steps from before this term from the run's files.
+        """Restore the findings of earlier terms, and show their newest steps to the detector.
 
         Steps that a return to a checkpoint undid are left out.
         """

@@ -109,10 +109,10 @@ class Loop:
     def stop(self, *, grace_s: float | None = None) -> None:
         """Let `run` finish the current step and write a checkpoint; then `run` returns.
 
-        grace_s: seconds after which the current step is abandoned, if no update was applied yet;
-        None sets no limit.
-        After a resume, the rollouts of an abandoned step are played again. Trajectories from
-        clients' sessions and uploads are not played again, but read from the database.
+        grace_s: seconds that the current step may still take; None for no limit. A step that takes
+        longer is abandoned, unless one of its updates was applied already.
+        A resumed run plays the rollouts of an abandoned step again. Sessions and uploads are not
+        played again: the run reads their trajectories from the database.
         """
         self._is_stopping.set()
         if grace_s is not None:
@@ -325,8 +325,8 @@ class Loop:
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """Make a call of the trainer, and return its answer.
 
-        If the trainer's ranks were restarted and have other weights, publish these weights and
-        repeat the call.
+        Restarted ranks may have weights that differ from the published weights. If so, publish the
+        ranks' weights and repeat the call.
         """
         while True:
             try:

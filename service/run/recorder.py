@@ -141,10 +141,10 @@ class RunRecorder:
         """For each side of the queue, the seconds for which it was blocked, as read last."""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin to record a new term, from the checkpoint from which the term continues.
+        """Begin to record a new term, after a start, a recovery or a return to a checkpoint.
 
-        Drop the events and results of an older term that are not stored yet. Submissions, traces,
-        trackers, audit and uploads also begin the new term.
+        Events and results of an older term that are not stored yet are dropped. Traces, trackers,
+        the audit, uploads and clients' submissions are started or reset too.
         lease: the right to write to the run's database in the new term. Raises: StoreError.
         """
         self.term_number = lease.term

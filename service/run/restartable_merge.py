@@ -1,8 +1,8 @@
-"""A merge actor that is replaced in place: if it dies during a call, a new actor repeats the call.
+"""Calls to the merge actor that survive its death: a new actor repeats the call.
 
-Plans and batches depend only on the arguments of the call, so no state must be transferred.
-Invariant: the result of a call remains usable if its actor dies later. Ray frees a dead process's
-objects in the object store, so this process stores the shards again and becomes their owner.
+The merge actor builds the training batch of each step. It has no state: each result depends only on
+the arguments of its call. Ray frees the objects of a dead process. The shards that the actor
+returns are therefore copied, so that the calling process owns them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ FETCH_DEADLINE_S = 60.0
 
 
 class RestartableMerge:
-    """A handle of the merge actor that starts a new actor, and repeats the call, if the actor dies.
+    """Builds training batches in the merge actor, and replaces the actor if it dies or is late.
 
+    The new actor repeats the call.
     Raises: ActorLost if MAX_ATTEMPTS actors die or are late in one call; PayloadsLost if data of
-        finished rollouts are gone. `build` also raises ScoresLost if the ranks' scores are gone.
+        finished rollouts are lost; ScoresLost, from `build`, if a rank died with its scores.
     """
 
     def __init__(

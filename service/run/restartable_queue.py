@@ -1,15 +1,18 @@
 """The trajectory queue as the supervisor calls it; a queue that died is replaced during the call.
 
 If the queue's process dies, Ray starts it again under the same handles, but without its state.
-Therefore the queue answers each call that changes it with a cut (`QueueCut`): the queue's state,
-and the events since the last cut. `RestartableQueue` processes the cuts in order: it keeps the
-newest state, and passes events and summaries to the recorder. If the queue dies, the new process
-gets the kept state, and the calls that the dead queue did not answer are repeated.
+Therefore each reply to a call that changes the queue contains a cut (`QueueCut`): the queue's
+state, and the events since the last cut. `RestartableQueue` processes the cuts in order: it keeps
+the newest state, and passes events and summaries to the recorder. If the queue dies, the new
+process gets the kept state, and the calls that the dead queue did not answer are repeated. Cuts do
+not contain the tasks; `RestartableQueue` keeps the tasks itself.
 
-Invariants: a call returns only after its cut is processed, so a restarted queue knows everything
-that the loop has learnt from the old one. A step that the loop has taken is not taken a second
-time. After a restart, rollouts that ended after the newest cut, or whose trajectories were in the
-queue, are played again. Cuts do not contain the tasks; `RestartableQueue` keeps them itself.
+Invariants: a call returns only after its cut is processed. So a restarted queue knows everything
+that earlier calls have returned to the training loop. A step that the loop has taken is not taken a
+second time.
+
+After a restart, two kinds of rollouts are played again: rollouts that ended after the newest cut,
+and rollouts whose trajectories were in the queue.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ class RestartableQueue:
         self._deaths = FaultCount(limit=MAX_DEATHS)
 
     async def open(self) -> None:
-        """Give the term's first queue its initial state, so that it answers the other calls."""
+        """Give the queue the state from which it starts; all other calls wait for this call."""
         await self._remote("open", self._cuts.opening, self._whole_snapshot())
 
     async def admissible(self, timeout_s: float) -> list[OpenSlot]:
@@ -253,9 +256,10 @@ class CutsInOrder:
     """
 
     def __init__(self, keep: Keep) -> None:
-        """Begin with cut 0 of the queue's first process (see the class for what a cut is).
+        """Begin with cut 0 of the queue's first process.
 
-        keep: called with each cut, in order, and with the `admitted` that `take_in` got with it.
+        keep: receives each cut (the queue's state from a reply), in order. Its second argument is
+        the `admitted` of the call of `take_in` that passed the cut.
         """
         self._keep = keep
         self._num_kept = [0]
@@ -266,9 +270,10 @@ class CutsInOrder:
 
     @property
     def opening(self) -> int:
-        """The number of the queue's restarts, which is also the number of its current process.
+        """Number of the queue's restarts, which identifies the queue's current process.
 
-        `take_in` accepts only cuts of this process (`QueueCut.opening`).
+        Each cut (reply with the queue's state) has the number of the process that made the cut.
+        `take_in` accepts only cuts of the current process.
         """
         return len(self._num_kept) - 1
 
@@ -279,11 +284,12 @@ class CutsInOrder:
         return self._num_kept[-1]
 
     async def take_in(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> bool:
-        """Pass a cut to `keep`; before this, wait until all earlier cuts are passed on.
+        """Pass a cut (the queue's state from a reply) to `keep`, after all earlier cuts.
 
-        admitted: the new groups, if the cut is the answer to `admit`; otherwise empty.
-        Returns: False if the queue's process died before the cut was passed on. The call that the
-        cut answers then had no effect.
+        If an earlier cut has not arrived yet, wait for the earlier cut.
+        admitted: the new groups, if the cut is from the reply to `admit`; otherwise empty.
+        Returns: False if the queue's process died before the cut was passed to `keep`. Then the
+        call to the queue had no effect.
         """
 
         def is_kept() -> bool:

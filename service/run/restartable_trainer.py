@@ -2,13 +2,13 @@
 
 If a rank is lost, a new group of ranks loads the newest committed checkpoint. It trains the steps
 since the checkpoint again, in order, from shards that were kept for this. Then the interrupted call
-is repeated. The caller waits during this time: nothing is published and no rollout is played again.
+is repeated. The caller only waits longer for its answer, and no rollout is played again.
 
-A step is finished when all ranks have answered with its statistics and a fingerprint of their
-state. On CUDA, or with another number of threads, the new ranks may get other weights than the lost
-ranks had; the fingerprint shows this. If an engine may already have the lost ranks' weights, the
-new weights become the next version, because the weights of a version must never change. Until this
-version is published, every other call that uses the ranks raises `WeightsMoved`.
+On CUDA, or with another number of threads, the new ranks may get other weights than the lost ranks
+had. To notice this, the ranks return a fingerprint of their state after every step. The weights of
+a version must never change. If an engine may already have the lost ranks' weights, different new
+weights therefore become the next version. Until this version is published, `score`, `step` and
+`begin_save` raise `WeightsMoved`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class RestartableTrainer:
             make_group: Makes a group without starting it.
             parent: Checkpoint to begin with; None to begin with the base model.
             first_step: Number of the first step to train.
-            max_kept_bytes: Limit for the shards that are kept to train steps again. If the shards
-                exceed the limit, the oldest are dropped. If a rank is then lost before the next
-                checkpoint, the term ends.
+            max_kept_bytes: Limit for the shards that are kept to train steps again. Above this
+                limit, the oldest shards are dropped. The ranks then cannot be replaced until the
+                next checkpoint is committed.
             on_restart: Called with a sentence for each replaced group.
             on_check: Called by `watch` again and again with the peak memory of each rank in bytes,
                 or with an empty sequence if a rank is lost.
@@ -222,9 +222,10 @@ class RestartableTrainer:
             return self._logprobs
 
     async def begin_save(self, step: int, *, term: int) -> None:
-        """Tell the ranks to copy their state and to begin to write a checkpoint of `step`.
+        """Tell the ranks to copy their state and to begin to write a checkpoint.
 
-        Raises: the errors of `step`.
+        step: number of the last trained step; 0 before the first.
+        Raises: as for `RestartableTrainer.step`.
         """
         async with self._lock:
             await self._ask(lambda group: group.begin_save(step, term=term))
@@ -260,11 +261,10 @@ class RestartableTrainer:
     async def _ask(
         self, call: Callable[[TrainerGroup], Awaitable[_Result]], *, is_publish: bool = False
     ) -> _Result:
-        """Call the group of ranks, and return the answer. If a rank is lost, repeat the call.
+        """Call the group and return its answer. If a rank is lost, replace the group and repeat.
 
-        A new group may have other weights than the lost ranks, under a new version number. Until
-        these weights are published, only calls that publish are made; all others raise
-        WeightsMoved. is_publish: whether the call publishes.
+        is_publish: whether the call is part of a publication. If the new group has a new version to
+        publish, all other calls raise WeightsMoved until this version is published.
         """
         while True:
             if self._must_publish and not is_publish:
@@ -329,17 +329,20 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Give the ranks' weights the version number of the lost ranks' weights."""
+        """Set the new ranks' policy version to `version`; the weights do not change.
+
+        This prepares a step that is trained again. The ranks refuse shards that were made for
+        another version than theirs.
+        """
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
-        """Choose the version number of the new ranks' weights, and tell it to the ranks.
+        """Choose the version number of the new ranks' weights, and set it on the ranks.
 
-        If the new weights differ from the lost ranks' weights, and an engine may have loaded the
-        lost ranks' weights, the new weights get the next number. Otherwise the new weights keep
-        the current number. If the weights of the current number were sent to the weight board
-        before, the new ranks then send their weights again.
+        The number is kept if the new weights equal the lost ranks' weights, or if no engine can
+        have the lost ranks' weights. Otherwise the new weights get the next number.
+        Equal weights that the lost ranks began to broadcast to the engines are broadcast again.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

@@ -136,10 +136,10 @@ class RunView:
         self._ledger = Ledger(snapshot=snapshot.ledger).counts() if snapshot else LedgerCounts()
 
     def count_earlier(self, parent: Checkpoint | None) -> None:
-        """Read from the store how many seconds the run took before this supervisor.
+        """Set how many seconds the run took before this supervisor, for the run's total duration.
 
-        parent: the checkpoint from which a new term continues; None for a new run. Raises:
-        StoreError.
+        parent: the checkpoint from which the run continues; the seconds up to this checkpoint count
+        if an earlier supervisor wrote it. None for a new run. Raises: StoreError.
         """
         if parent is None:
             self._earlier_wall_s = 0.0

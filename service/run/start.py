@@ -213,9 +213,9 @@ class SupervisorWatcher:
         """Prepare to watch a supervisor.
 
         restart: starts a supervisor in place of a dead one. show: called with each status, in
-        order. is_stop_asked: returns whether to stop the run. stop_grace_s: how many seconds the
-        current step may continue after a request to stop, if no update of the step has been applied
-        by then; None sets no limit.
+        order. is_stop_asked: returns whether to stop the run. stop_grace_s: seconds that the
+        current step may take after a request to stop; None sets no limit. A step that takes longer
+        is abandoned, unless one of its updates was applied already.
         """
         self._supervisor = supervisor
         self._restart = restart
@@ -230,9 +230,9 @@ class SupervisorWatcher:
     def run(self, run_dir: RunDir) -> Ending:
         """Run the supervisor and watch it until the run has ended; return how the run ended.
 
-        Raises: RayTaskError with the error that ended the run; LeaseLost or an error of
-        ACTOR_DEATHS if no supervisor is left; KeyboardInterrupt if a stop was requested before the
-        supervisor answered.
+        Raises: RayTaskError with the error that ended the run; an error of ACTOR_DEATHS if the
+        supervisor died and is not replaced; LeaseLost if another process has taken over the run;
+        KeyboardInterrupt if a stop was requested before the supervisor answered.
         """
         faults, furthest_step = FaultCount(limit=self._max_restarts), 0
         while True:

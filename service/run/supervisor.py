@@ -109,7 +109,7 @@ class Supervisor:
         the tasks; otherwise the tasks are those of `config`. when_held: what to do if a live
         process owns the run. replaces: HOST:PID of an owner that is known to be dead; empty if
         there is none. returns_to: directory of the checkpoint from which the first term continues;
-        empty for the newest. notice: first notice of the run; empty for none. root_process: the
+        empty for the newest. notice: a warning for the user; empty for none. root_process: the
         process that started the run's own Ray; its memory and its descendants' memory are measured.
         None if the run uses a cluster.
         """
@@ -541,7 +541,7 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take a lease that continues from the newest intact checkpoint, or from a requested one.
+        """Take the lease of a term that continues from the newest intact or a requested checkpoint.
 
         Returns: the lease, and all checkpoints.
         """

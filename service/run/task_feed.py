@@ -22,10 +22,10 @@ _COIN_SIDES = 2**30
 
 
 def task_index(slot: OpenSlot) -> int:
-    """Return the index with which an open slot's task is read from the task source.
+    """Return the index of a new group's task in the task source; a curriculum may choose another.
 
-    An open slot is a group number for which the queue needs a task. The index depends only on the
-    slot, so it is the same after every restart. A replacement group has a new index.
+    slot: the new group's number, and how many earlier groups had the same number.
+    The index is the same after every restart. A group that replaces another group gets a new index.
     """
     return slot.group_number + slot.replacement * SLOTS
 

@@ -38,8 +38,8 @@ Step = Callable[[Connection], None]
 def add_column(connection: Connection, table: str, column: Column[object]) -> None:
     """Add a column that is nullable or has a `server_default`; old rows get null or the default.
 
-    Do nothing if the table already has the column. This happens if the tables of a database are
-    newer than the format that it records.
+    Do nothing if the table already has the column. This happens if a database's tables are newer
+    than the format number that is stored in the database.
     """
     assert column.nullable or column.server_default is not None, "old rows need a value"
     places = connection.get_execution_options().get("schema_translate_map") or {}
@@ -64,10 +64,10 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 
 
 def _keep_which_message_was_instructions(connection: Connection) -> None:
-    """Add the column `is_instructed`: the first message came from a request's `instructions`.
+    """Add a column that says whether a conversation's first message came from `instructions`.
 
-    The `instructions` of a later request replace a first message only if this column is true. Old
-    rows get true, because the old version replaced every first system message.
+    If the column `is_instructed` is true, the `instructions` of a later request replace the first
+    message. Old rows get true: earlier versions of the service replaced every first system message.
     """
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)

@@ -69,9 +69,10 @@ def copy_run(source: ReadOnlyStore, url: str) -> None:
 
 
 def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> int:
-    """Move a run to a new database if no live process owns the run; return the newest term.
+    """Move a run to a new database if no live process owns the run.
 
     Args: store_file: the file in the run's directory that names its database.
+    Returns: the number of the newest lease on the run.
     Raises: LeaseHeld; StoreError. After an error the run is in the old database, which can be
     written again.
     """
@@ -188,7 +189,10 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Return a query for the last number of a column's sequence in PostgreSQL; null if none."""
+    """Return a query for the last number that PostgreSQL's sequence of a column has given.
+
+    The query's result is null if the sequence has given no number.
+    """
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 

@@ -163,10 +163,12 @@ def check_local(url: str | URL) -> None:
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
     """Return the URL to connect with: the database of `url`, on the environment's server.
 
-    The host, port, user, password and TLS options are taken from the environment's URL, because all
-    of these may change between two starts. `url` is returned unchanged in three cases: it has a
-    password, the environment has no URL, or the environment's URL names another database. So the
-    environment's password is sent only to the environment's server. Raises: StoreError.
+    The host, port, user, password and TLS options are those of the environment's URL, because they
+    may change between two starts. Host and password are never from different URLs, so a password
+    is sent only to its own server.
+
+    Returns: `url` unchanged if it has a password, if the environment has no URL, or if the
+    environment's URL names another database. Raises: StoreError.
     """
     if url.password is not None:
         return url

@@ -50,12 +50,14 @@ class ReadOnlyStore:
     ) -> None:
         """Open a store.
 
-        Args: url: as in `service.store.place`, or the file of an SQLite database. may_be_older:
-        whether to accept an older format without a conversion; the caller must read only tables
-        that no migration changes (`service.store.migrations`). any_format: whether to accept every
-        format without a conversion, even one that this version cannot read; the caller must expect
-        errors of the database. steps: the migrations, by the format from which each of them starts.
-        patience_s, count_failure: as for `Database`.
+        Args:
+            url: A URL as described in `service.store.place`, or the file of an SQLite database.
+            may_be_older: Whether to read an older format without the conversion. Then read only
+                tables that no migration changes (`service.store.migrations`).
+            any_format: Whether to read every format without the conversion, even a newer one. A
+                read may then raise an error of the database.
+            steps: The migrations, by the format that each of them converts.
+            patience_s, count_failure: As for `Database`.
         """
         place = f"sqlite:///{url}" if isinstance(url, Path) else url
         self._database = Database(
@@ -110,11 +112,14 @@ class ReadOnlyStore:
         return row.directory if row else ""
 
     def live_owner(self) -> LeaseOwner | None:
-        """Return the owner of the newest lease; None if it is dead or has ended the lease."""
+        """Return the owner of the newest lease; None if no live process has the lease."""
         return self.read(self._live_owner)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints to which the run can return, newest first, each directory once."""
+        """Return the checkpoints to which the run can return, newest first.
+
+        If several checkpoints were written to one directory, return only the newest of them.
+        """
 
         def find(connection: Connection) -> list[Checkpoint]:
             is_blank = not self._database.has_tables(connection)
@@ -123,7 +128,10 @@ class ReadOnlyStore:
         return self.read(find)
 
     def num_kept_samples(self) -> int:
-        """Return how many stored samples may still be trained: turns of sessions, and uploads."""
+        """Return the number of stored samples that may still be trained.
+
+        The samples are the turns of sessions, and uploaded rollouts.
+        """
 
         def count(connection: Connection) -> int:
             if not self._database.has_tables(connection):
@@ -256,7 +264,7 @@ class ReadOnlyStore:
 
 
 def has_run(url: str, *, patience_s: float) -> bool:
-    """Return whether a PostgreSQL database contains a run that any supervisor ever began.
+    """Return whether a run was started in a PostgreSQL database, even if the run has ended.
 
     Raises: StoreError.
     """

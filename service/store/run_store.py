@@ -242,7 +242,7 @@ class RunStore(ReadOnlyStore):
         self._database.fence(reason, check=lambda connection: check_term(connection, term))
 
     def unfence(self) -> None:
-        """Allow writes again. Raises: StoreError."""
+        """Undo `fence`, so that writes are allowed again. Raises: StoreError."""
         self._database.unfence()
 
     def write(self, term: int, body: Callable[[Connection], Result]) -> Result:
@@ -323,13 +323,14 @@ class RunStore(ReadOnlyStore):
         new_results: Sequence[RolloutResult] = (),
         new_entries: Sequence[FeedEntry] = (),
     ) -> Checkpoint:
-        """Commit a checkpoint, so that a later term can continue from it.
+        """Commit a checkpoint, from which a later term (a start or recovery) can continue.
 
         The later term does not repeat rollouts that the checkpoint's ledger records as trained.
 
         Args: directory: name in the run's directory of checkpoints. new_events: the ledger's events
         that are not stored yet. last_event_seq: number of the last event that `queue_snapshot`
-        includes. new_entries: entries for the feed, about events up to last_event_seq.
+        includes. new_entries: entries for the feed that clients read, about events up to
+        last_event_seq.
 
         Raises: LeaseLost.
         """

@@ -1,10 +1,12 @@
 """The stored sessions of external agents: their keys, their sampled turns, and their ends.
 
-Invariants: after a turn was inserted, only its `is_unseen` changes. A session gets no turn after
-its end, or after its submission was cancelled or ended. The row of a session is inserted and
-deleted together with its submission (`service.store.submissions`). Until it is deleted, only the
-gateway changes the row, with one exception: the end or cancellation of the submission ends the
-session.
+Invariants:
+- After a turn is stored, only its flag `is_unseen` can change.
+- A session gets no turn after its end, or after its submission was cancelled or ended.
+- A session's row is inserted and deleted together with its submission
+  (`service.store.submissions`).
+- Only the gateway changes a session's row. The exception is `end_sessions_of`, which ends a session
+  when its submission ends or is cancelled.
 """
 
 from __future__ import annotations
@@ -155,10 +157,10 @@ class SessionStore:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
         Returns: the indices of the changes that came too late and were not stored. These are:
-        - a claim, a turn or an end, if the session is unknown
-        - a claim or a turn, if the session has ended, or its submission is cancelled or over
+        - a turn, an end, or a client's claim, if the session is unknown
+        - a turn or a claim, if the session has ended, or its submission is cancelled or over
         - a turn, if a different turn is stored under the same number
-        - an end, if a different end is stored, unless the stored end still waits for a reward
+        - an end, if a different end is stored and no reward is pending
         Raises: LeaseLost; StoreError.
         """
         return self._store.write(term, lambda connection: _apply(connection, changes, term))
@@ -221,8 +223,8 @@ class _Rows:
     ) -> None:
         """Read the stored state of each session to which one of `changes` belongs.
 
-        marks: the result of `_marks`, by which a repeated turn is recognized; empty to assume that
-        no turn of `changes` is stored already.
+        marks: the stored turns that turns in `changes` may repeat, as `_marks` returns them. Empty
+        if no turn in `changes` is stored already; if one is, inserting the rows fails.
         """
         sessions, submissions = tables.sessions.c, tables.submissions.c
         found = connection.execute(
@@ -328,9 +330,11 @@ class _Rows:
 
 
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
-    """Make turns from rows, and mark the turns' policy versions that a later term undid.
+    """Make turns from rows, and mark the policy versions that the run has undone since.
 
-    rows: rows with a term and the columns `_TURN_FIELDS`. first: the result of `first_versions`.
+    Versions are undone when a later term of the run starts from an earlier checkpoint.
+    rows: each has the term in which the turn was stored, and the columns `_TURN_FIELDS`.
+    first: the policy version with which each term started, by term.
     """
     turns: list[SessionTurn] = []
     for row in rows:
@@ -427,10 +431,10 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Find the stored turns that have the same session and number as a new turn in `changes`.
+    """Find the stored turns that new turns in `changes` repeat or conflict with.
 
-    Returns: by session id and turn number, the stored turn's request id and time. A new turn with
-    the same request id and time repeats the stored turn; any other new turn came too late.
+    Returns: (session id, turn number) -> (request id, time) of the stored turn. A new turn with the
+    same request id and time repeats the stored turn. Otherwise, the new turn came too late.
     """
     turns = tables.session_turns.c
     added = [

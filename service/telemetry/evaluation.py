@@ -152,9 +152,10 @@ def majority_mean(tasks: Sequence[Sequence[TrajectorySummary]]) -> float | None:
 
 
 def majority(votes: Sequence[tuple[str | None, float]]) -> float:
-    """Return the mean value of the samples of a task that gave the most frequent answer.
+    """Return the mean value of those samples of a task that have the most frequent answer.
 
-    If answers are tied, their samples all count; a sample without an answer (None) has no vote.
+    If several answers are equally frequent, the samples of all these answers count. A sample
+    without an answer (None) has no vote.
     Args: votes: the answer and the value of each sample.
     Example: majority([("7", 1), ("7", 1), ("8", 0)]) -> 1;
         majority([("7", 1), ("8", 0), ("9", 0), (None, 0)]) -> 0.333

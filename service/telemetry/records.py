@@ -78,7 +78,10 @@ class StepRecord(StepReport):
 
     @property
     def best_known_reward(self) -> float | None:
-        """The mean reward as a share of the best possible one if that is known, else unscaled."""
+        """The mean reward, divided by the best possible reward.
+
+        If the best possible reward is not known, the mean reward itself.
+        """
         scaled = self.value("scaled_reward_mean")
         return self.value("reward_mean") if scaled is None else scaled
 
@@ -153,7 +156,10 @@ class EvaluationRecord:
 
     @property
     def best_known_reward(self) -> float | None:
-        """The mean reward as a share of the best possible one if that is known, else unscaled."""
+        """The mean reward, divided by the best possible reward.
+
+        If the best possible reward is not known, the mean reward itself.
+        """
         return self.reward_mean if self.scaled_reward_mean is None else self.scaled_reward_mean
 
 

@@ -58,11 +58,10 @@ class MismatchTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobChecks:
-    """The worst results of the log-probability checks of all steps, and the time of the checks.
+    """The worst results of the log-probability checks after a run's steps, and their duration.
 
-    A check compares the log-probabilities of trainer and engines for a text. Each value is the
-    largest of all checks, or None if no engine has answered. There is a check after each step, and
-    one at the start of each term.
+    A check compares the log-probabilities that trainer and engines give to the tokens of a text.
+    Each value except `share` is the largest of all steps, or None if no engine has answered.
     """
 
     tokens: float | None
@@ -83,8 +82,8 @@ class LogprobChecks:
 class Evaluations:
     """The evaluations of a run that summary.json contains.
 
-    `first` and `last` are the first and the last scheduled evaluation of the run's own tasks; None
-    if there was no such evaluation.
+    `first` and `last` are scheduled evaluations on the run's own task set, not on a named set of
+    `evaluation.sets`. They are None if there was none.
     """
 
     first: EvaluationRecord | None

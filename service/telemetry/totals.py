@@ -140,7 +140,7 @@ class RunTotals:
 
     @property
     def mean_k3(self) -> float | None:
-        """Mean of k3 over steps in nats, weighted by trained tokens; None if no step has k3.
+        """Mean k3 of the steps, weighted by their trained tokens, in nats; None if no step has k3.
 
         k3 estimates the KL divergence between trainer and engines.
         """

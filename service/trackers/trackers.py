@@ -199,8 +199,8 @@ class Follower(threading.Thread):
     def _follow(self, *, is_last: bool) -> None:
         """Write the records that are not written yet, and store the progress.
 
-        is_last: whether the thread ends after this call. If so, and if there are no records to
-        write, no tracker is created.
+        The first call creates the tracker. is_last: whether the thread ends after this call. Such a
+        call creates no tracker if there is nothing to write.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)

@@ -262,9 +262,8 @@ def generate_tasks(
     """Make tasks of a reasoning-gym family, in the order of the family's generator.
 
     Args: count: number of tasks. seed: seed of the whole set. options: the family's configuration.
-    Returns: tasks whose data contain the item: question, answer and metadata. If JSON changes the
-    item, or if the family's scorer scores the item read from JSON differently, the data contain
-    instead the seed and the index that generate the item.
+    Returns: tasks whose data contain the item: question, answer and metadata. If JSON would change
+    an item or its score, the task's data contain the seed and the index of the item instead.
     Raises: ValueError for an unknown family or option; ImportError without the package.
     """
     if count < 1:

@@ -1,16 +1,18 @@
 """Adapter for textarena: games for one player, and games for two against a scripted opponent.
 
-The game receives the visible text of a reply unchanged (most games require a move in square
-brackets, and say so). The policy is shown the game's messages since its last move, without the echo
-of that move. The reward is the game's own, at the end of the game (component `score`). A move that
-the game refuses is a malformed turn; most games end after two of them in a row. Deviation: a game
-that ends this way gives at most 0, although some games reward partial progress. The optional
-package is imported only when it is first used; calls, which may block, run in threads.
+- Move: the visible text of a reply, unchanged. Most games require square brackets, and say so.
+- Observation: the game's messages since the policy's last move, without the policy's own moves.
+- Reward: the reward that textarena gives at the end of the game, as the component `score`.
+- Refused move: a malformed turn. Most games end after two refused moves in a row. Such a game has a
+  reward of at most 0 here, although in textarena some games then reward partial progress.
 
-textarena draws from the global random generators of Python and numpy. A game must nevertheless
-depend on its seed only. Therefore each game has its own states of these generators, which are
-restored before each of its moves, and only one game of a process moves at a time. Other threads
-that draw random numbers during a move can still change the course of the game.
+The optional package is imported only when it is first used. Its calls may block, so they run in
+threads.
+
+textarena draws from the global random generators of Python and numpy, but a game must depend only
+on its seed. Therefore each game has its own states of the generators, which are restored before
+each move. Only one game of a process moves at a time. Other threads that draw random numbers during
+a move can still change the course of the game.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A prompt from the data, tools that are functions, and a user's functions that score the answer.
+"""The environment `tools`: the policy may call tools before it gives its final answer.
 
-In a turn the policy either calls tools, and each call is answered by a message; or it gives the
-final answer, which the reward functions score as in `single_turn`. If a tool raises an exception,
-its call is answered with the error. A malformed call is answered with its fault; more than
-`max_malformed` turns with such calls in a row end the episode.
+The tools are a user's functions and classes, and tools of MCP servers. Each call gets a message
+with the tool's answer, or with the error if the tool raises an exception or the call is malformed.
+More than `max_malformed` turns in a row with malformed calls end the episode.
+
+A turn without calls is the final answer. It is scored as in `single_turn`, by the reward functions.
 """
 
 from __future__ import annotations

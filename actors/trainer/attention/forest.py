@@ -250,10 +250,10 @@ def _block(
     window: int | None,
     device: torch.device,
 ) -> Block | None:
-    """Return the block in which later tokens attend to the keys of the piece [start, end).
+    """Return the block in which the descendants of a piece attend to the piece's keys.
 
-    The later tokens are the piece's descendants. Return None if the piece is outside the sliding
-    window of each of them.
+    The piece has the tokens [start, end), and the descendants have the tokens [end, subtree_end).
+    Return None if the sliding window hides the whole piece from all descendants.
     """
     keys = slice(start, end)
     if window is None:

@@ -75,11 +75,11 @@ def cispo(
 def reinforce(
     ratio: Tensor, advantages: Tensor, current_logprobs: Tensor, *, ratio_cap: float
 ) -> Tensor:
-    """Compute the policy-gradient loss of each token, weighted by its ratio, at most ratio_cap.
+    """Compute the policy-gradient loss of each token, weighted by the token's capped ratio.
 
     loss = -sg[min(r, ratio_cap)] A log p.   Source: Williams 1992 (REINFORCE).
-    The ratio corrects for tokens that another policy sampled; its truncation is from Ionides 2008
-    and Espeholt et al. 2018 (IMPALA), section 4.1.
+    The ratio corrects for tokens that another policy sampled; the cap is from Ionides 2008 and
+    Espeholt et al. 2018 (IMPALA), section 4.1.
 
     Args: [M] float32, all. ratio_cap: > 0.
     Returns: [M] float32; its gradient for log p is -min(r, ratio_cap) A.

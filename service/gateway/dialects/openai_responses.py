@@ -471,8 +471,8 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return the items that show a reply to the client: reasoning, message and calls.
 
-    A reply without calls has a message item even if its text is empty. Clients send the items back
-    in the next request, and the item's id then names this turn.
+    A reply without calls has a message item even if the text is empty. The id of each item contains
+    the turn's id. Later requests may send an `item_reference` with this id in place of the item.
     """
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []

@@ -281,7 +281,11 @@ def check_no_text(
 def check_tool_fields(
     tree: Mapping[str, Any], where: str, *, known: Collection[str], remedy: str
 ) -> None:
-    """Refuse an unknown field of a tool that has a text; see `check_no_text`."""
+    """Refuse a tool if an unknown field of the tool contains text, which no prompt would show.
+
+    known: further fields that may contain text; common fields such as `type` are always allowed.
+    remedy: where to put the text instead.
+    """
     check_no_text(tree, where, known=_OF_TOOLS.union(known), remedy=remedy)
 
 

@@ -1,11 +1,16 @@
 """Questions about an SQLite database, answered by a query and scored by the query's result.
 
-A task's data: `question`; the database, as `schema` (a script of SQL) or `database` (the name of a
-database below the option `root`); and the right answer, as `query` (a query that finds it) or as
-`rows`. Without data the question is made from the seed (`generated`). In a turn the policy either
-calls the tool `run_sql`, and each call is answered with rows or an error; or it gives the answer:
-the query in the last fenced block of the visible text or, without a block, the whole visible text.
-The answer ends the task. With `max_queries` 0 there is no tool, and the first turn is the answer.
+The data of a task:
+- `question`
+- `schema`, an SQL script that creates the database; or `database`, the name of a database below the
+  option `root`
+- `query`, a query that finds the true rows; or `rows`, the true rows
+Without data, the task's seed determines all three (`generated`).
+
+In a turn, the policy calls the tool `run_sql` or gives its answer. Each call returns rows or an
+error. The answer is a query: the last fenced block of the visible text or, without a block, the
+whole visible text. The answer ends the task. With `max_queries` 0 there is no tool, and the first
+turn is the answer.
 
 Reward: 1 if the answer finds the true rows (see `is_correct`), plus `executable_bonus` if the query
 runs, right or wrong. The answer has the components `correct` and `executable`, 0 or 1 each, and
@@ -116,11 +121,11 @@ class Result:
 
 
 class Execution:
-    """Confined processes for queries, which all episodes of this process share.
+    """Sandboxed processes that run queries for all episodes of the current process.
 
-    Get an Execution by `Execution.shared()`, and `close` it at the end. Nothing here blocks the
-    event loop: each process belongs to a thread, which waits for it. A process that does not answer
-    in time is killed, and the next query starts another.
+    Get an Execution by `Execution.shared()`, and `close` it at the end. Queries do not block the
+    event loop, because threads wait for the sandboxed processes. A sandboxed process that does not
+    answer in time is killed, and the next query starts another.
     """
 
     _current: ClassVar[Execution | None] = None
