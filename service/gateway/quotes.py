@@ -33,12 +33,13 @@ class ReplyText:
     def texts(self) -> tuple[str, ...]:
         """The texts of the reply that a later prompt may quote; empty ones are left out.
 
-        They are the reply's content, the arguments of each call as JSON text, and the strings in
-        these arguments.
+        They are the reply's content, the arguments of each call as clients print them, and the
+        strings in these arguments.
         """
-        given = [text for _, _, text in self.message.call_texts]
-        inner = (each for text in given for each in _strings(json.loads(text)))
-        found = (each.strip() for each in (self.message.content, *given, *inner))
+        given = [json.loads(text) for _, _, text in self.message.call_texts]
+        printed = (each for arguments in given for each in _printed(arguments))
+        inner = (each for arguments in given for each in _strings(arguments))
+        found = (each.strip() for each in (self.message.content, *printed, *inner))
         return tuple(each for each in found if each and each != "{}")
 
     def was_given(self, text: str) -> bool:
@@ -95,6 +96,15 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
     for message in messages:
         yield message.content
         yield from (arguments for _, _, arguments in message.call_texts)
+
+
+def _printed(arguments: object) -> tuple[str, ...]:
+    """Return a call's arguments as Python's and JavaScript's JSON have them, and as Python's repr.
+
+    Google's ADK shows a call of another agent with repr.
+    """
+    compact = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(arguments, ensure_ascii=False), json.dumps(arguments), compact, repr(arguments)
 
 
 def _strings(value: object, *, all_values: bool = False) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from worlds.agents.session_player import SessionPlayer, says, system, user
 
+from actors.environment.protocol import ToolCall, ToolSchema
 from actors.types import LeftOutReason
 from service.gateway.ends import trained
 
@@ -75,6 +76,26 @@ def test_a_reply_is_quoted_if_a_later_prompt_has_its_words_as_new_text(
     player.ask([system("s"), user(text)], says("1"))
     player.ask([system("t"), user("a question that is longer than all the others here")], says("2"))
     assert player.judged() == (1 if quotes else 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # As Google's ADK shows another agent's call.
+        "[root] called tool `transfer` with parameters: {'agent_name': 'billing', 'is_new': True}",
+        'transfer({"agent_name":"billing","is_new":true})',
+        'transfer({"agent_name": "billing", "is_new": true})',
+    ],
+)
+def test_a_call_is_quoted_in_the_form_in_which_clients_print_its_arguments(text: str) -> None:
+    """Check a hand-off; the question of the first turn already names the second agent."""
+    player = SessionPlayer(leaves_titles_out=True)
+    arguments = {"agent_name": "billing", "is_new": True}
+    tool = ToolSchema(name="transfer", description="", parameters={"type": "object"})
+    transfer = ToolCall(id="c", name="transfer", arguments=arguments)
+    player.ask([system("Transfer to billing. " * 20), HI], says("", transfer), tools=(tool,))
+    player.ask([system("Answer."), HI, user(text)], says("It is sent."))
+    assert player.judged() == 1 and player.trajectory().left_out == {}
 
 
 def test_a_request_that_begins_like_the_conversation_is_not_a_title() -> None:

@@ -98,7 +98,8 @@ MESSAGE_PARAMETERS: Parameters = {
     "audio": refused(ONLY_TEXT),
     "function_call": refused("use `tool_calls`"),
     "annotations": without_effect("not a part of the text"),
-    "cache_control": without_effect(BOOKKEEPING),
+    # crewai marks the end of a prompt that a provider may cache.
+    **dict.fromkeys(("cache_control", "cache_breakpoint"), without_effect(BOOKKEEPING)),
     **dict.fromkeys(
         ("parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks"),
         without_effect("a copy that some clients keep"),
