@@ -327,6 +327,8 @@ class SessionTree:
         digest of the previous request.
         """
         self._newest_digest, self._has_noted_requests = digest, True
+        # If this request fails, its retry must not get the turn of an earlier, equal request.
+        self._by_digest.pop(digest, None)
 
     def answered(
         self, *, request_id: str, idempotency_key: str, is_retry: bool, digest: str

@@ -379,6 +379,9 @@ def test_a_retry_is_answered_with_the_stored_turn() -> None:
     # A request that is still being sampled is also in between, whichever is stored first.
     other = player.places[2].request_digest
     assert asked(digest=other) is player.tree.turns[2]
+    # A request that has no turn yet, or never gets one, does not get an earlier one's.
+    player.tree.note_request(other)
+    assert asked(digest=other) is None
     player.tree.note_request(digest)
     player.tree.add(replace(player.tree.turns[2], number=3))
     assert asked(digest=other) is None
