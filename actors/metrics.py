@@ -170,9 +170,9 @@ class RolloutMetrics:
 class LedgerMetrics:
     """Metrics of the queue, and of the ledger, which records what became of each rollout.
 
-    They count rollouts by their state, rows of the ledger, and trajectories that wait in the queue.
-    If the run returns to a checkpoint, the gauges return to their values at that checkpoint. The
-    counter `events` never decreases: rows of the ledger that were undone by the return still count.
+    The gauges count rollouts by state, and trajectories that wait in the queue. If the run returns
+    to a checkpoint, the gauges return to their values at the checkpoint. The counter `events`
+    counts rows of the ledger and never decreases: rows that a return undid still count.
     """
 
     def __init__(self, registry: AtomicRegistry) -> None:

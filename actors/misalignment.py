@@ -39,8 +39,8 @@ def find_misalignment(turn: Turn) -> str | None:
 def find_misfit(trajectory: Trajectory, *, shape: ModelShape | None) -> str | None:
     """Return a sentence on why a trajectory does not fit the trained model; None if it fits.
 
-    Ids must be in the vocabulary, and expert records must match the model's mixture. Without a
-    shape nothing is checked.
+    Token ids must be in the model's vocabulary. Recorded experts must be experts of the model.
+    shape: properties of the trained model; None to check nothing.
     """
     if shape is None:
         return None

@@ -88,7 +88,7 @@ def type_of(value: object) -> str:
 
 
 def shown_json(value: object) -> str:
-    """Return a value of a JSON or YAML file for a message, with null in place of None."""
+    """Return a value from JSON or YAML as text for a message; None becomes null."""
     return "null" if value is None else f"{value!r:.200}"
 
 

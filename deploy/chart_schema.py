@@ -104,9 +104,10 @@ def defaults_text() -> str:
 
 
 def module_names() -> list[str]:
-    """Return the names of Rayloom's packages, its libraries, and the modules of Python in a start.
+    """Return the names of modules that a file in `workspace.files` must not hide.
 
-    The imports of a run's processes are tried in a new process, which takes half a minute.
+    These are Rayloom's packages, its libraries, and the modules of the standard library that a run
+    imports. To find the last, a new process imports a run's packages, which takes half a minute.
     """
     command = [sys.executable, "-c", _TRIED, *_IMPORTED]
     printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout

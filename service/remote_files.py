@@ -181,10 +181,10 @@ class RemoteDirectory:
         return marker
 
     def listing(self) -> dict[str, str]:
-        """Return a fingerprint of each file by its path, also if the directory is not complete.
+        """Return a fingerprint of each file, by the file's path in the directory.
 
-        A fingerprint has the file's size. It also has an entity tag, an MD5 digest or a time:
-        the first of these that the file system lists.
+        The directory may be incomplete. A fingerprint is the file's size and, if the file system
+        lists one, an entity tag, an MD5 digest or a time. Example: {"config.json": "512 9b2c"}
         """
         with self._translated("listed"):
             found = self._files.find(self._root, detail=True)
@@ -302,9 +302,9 @@ def _summary(error: Exception) -> str:
 
 
 def _absolute(path: str) -> str:
-    """Return the absolute path that the user probably meant by the relative path of a file URL.
+    """Return an absolute path to suggest to a user who wrote a file URL with a relative path.
 
-    Example: localhost/a -> /a; data/a -> /data/a
+    Examples: localhost/a -> /a; data/a -> /data/a
     """
     first, _, rest = path.partition("/")
     if first == "localhost":

@@ -1,9 +1,9 @@
 """Make training samples of the chats in a data set, for imitation of the assistant's replies.
 
 A row has `messages` in OpenAI's form, and `tools` if the chat has them. Each reply of the assistant
-becomes a turn, as if an engine had sampled the reply: the prompt is the rendering of the chat
-before the reply, and the sampled tokens are those that the reply adds to this rendering, up to the
-token at which an engine stops.
+becomes a turn, as if an engine had sampled the reply. The turn's prompt is the rendering of the
+chat before the reply. The turn's sampled tokens are the tokens that the reply adds to the
+rendering, until an engine would stop.
 
 Invariants: a reply's tokens are found by comparing token ids, never by a search in the text. A
 reply is refused if the rendering with the reply does not begin with the prompt. Each reply is

@@ -310,7 +310,8 @@ def as_text(found: object) -> str:
 
     A list of text parts counts as text. Lone surrogates, as in names of files that are not UTF-8,
     are replaced, because no message may have any.
-    Raises: ToolFailed if Python could show the answer only with an address in memory.
+    Raises: ToolFailed if the answer has no JSON form, and its text has an address in memory.
+    Example: a plain object, whose text is "<Desk object at 0x7f3a>", raises ToolFailed.
     """
     if isinstance(found, list) and found and all(map(_has_only_text, found)):
         found = text_of_content(found)
@@ -532,9 +533,10 @@ def read_function(
 
 
 def _further_text(docstring: str, style: DocstringStyle | None) -> str:
-    """Return the examples, notes, warnings and plain paragraphs that the parsed description lacks.
+    """Return a docstring's examples, notes, warnings and paragraphs after its sections.
 
-    Other sections are not part of it, such as those of arguments, results and references.
+    docstring_parser does not include this text in the description. Sections of arguments, results,
+    references and the like are left out.
     """
     if style is DocstringStyle.NUMPYDOC:
         sections = re.split(r"^(?=\w[\w ]*\n-{3,}[ \t]*$)", docstring, flags=re.MULTILINE)

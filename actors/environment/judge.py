@@ -1,6 +1,6 @@
 """Score answers by a model, the judge: it is asked about an answer and replies with a number.
 
-The judge is called by OpenAI's chat completions:
+The judge is any server with OpenAI's chat completions API:
 
     question = "From 1 to 10, how helpful is this answer to $prompt? $completion"
     options = JudgeOptions(url="http://judge:8000/v1", model="m", prompt=question, scale=(1, 10))

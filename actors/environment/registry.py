@@ -152,19 +152,20 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether the values of a class of options are instances of the class.
-
-    False for a TypedDict, whose values are plain dicts.
-    """
+    """Return False for a TypedDict, whose values are plain dicts; True for any other options class."""
     return not issubclass(section, dict)
 
 
 def read_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return an environment's options as an instance of the environment's class of options.
 
-    If no options are given and the factory's parameter `options` has a default, return the default.
-    Return None if this default is not an instance of a class of options, or if the factory takes
-    its options as keyword arguments.
+    Examples, by the arguments of the environment's factory:
+
+    - options: GridOptions, with {"size": 4} -> GridOptions(size=4)
+    - options: GridOptions = SMALL, with {} -> SMALL
+    - options: GridOptions | None = None, with {} -> None
+    - size: int, with {"size": 4} -> None, because the factory has no class of options
+
     Raises: BadEnvironmentOptions, UnknownEnvironment.
     """
     factory = _find(name)
@@ -182,12 +183,11 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return the parameter `options` of a factory; None if the options are keyword arguments.
+    """Return a factory's parameter `options`, whose type is a class of options or a union of them.
 
-    The parameter's type is an options dataclass, or a union of options dataclasses.
-
-    Raises: BadOptions if the type is not known, if it only contains an options dataclass (such as
-    list[Options]), or if the factory has other parameters too.
+    Return None if the factory takes its options as keyword arguments.
+    Raises: BadOptions if the type is not defined, or is a container such as list[Options]; also if
+    the factory has a class of options and other parameters.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None
@@ -222,7 +222,11 @@ def _options_parameter(
 
 
 def _unknown_names(annotation: Any) -> str:
-    """Return the unknown names in a type: type variables, and names that are not defined."""
+    """Return the undefined names and type variables in a type, separated by commas.
+
+    An annotation that could not be evaluated is returned as it is.
+    Example: list[T] -> "T"
+    """
     if isinstance(annotation, str):
         return annotation
     # A generic class has type variables as well, but needs no values of them.
@@ -234,12 +238,12 @@ def _unknown_names(annotation: Any) -> str:
 def _signature_of(
     factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
 ) -> inspect.Signature:
-    """Return the signature of a factory, with types in place of annotations that are strings.
+    """Return the signature of a factory; annotations that are strings are evaluated.
 
-    If the annotations cannot be evaluated, they stay strings. If the factory has no signature, like
-    some classes written in C, return a signature that takes any arguments.
-    unknown: undefined names in the annotations, each with the type variable that replaces the name.
-    Only the recursive call passes this argument.
+    An undefined name becomes a type variable. Annotations that still cannot be evaluated stay
+    strings. For a factory without a signature, such as some classes written in C, return a
+    signature that takes any arguments.
+    unknown: the type variables of the undefined names found so far, for the recursive call.
     """
     called: Any = get_origin(factory) or factory
     try:

@@ -179,10 +179,11 @@ class RewardFunction:
     async def score_group(
         self, completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[Score]:
-        """Call the function once for all answers of a group, and return the answers' scores.
+        """Call the function once for all answers of a group, and return a score for each answer.
 
-        Each column is passed as a list that has a copy of its value for each answer. The list has
-        two names, the column's and one with an s (`task`, `tasks`), as in the library verifiers.
+        A column becomes a list that repeats the column's value for each answer. As in the library
+        verifiers, the function can take the list under two names.
+        Example: for two answers, the column task="a" becomes task=["a", "a"] and tasks=["a", "a"].
 
         Raises: the same exceptions as `score`.
         """
@@ -261,9 +262,10 @@ class RewardFunction:
     ) -> tuple[Any, Logs]:
         """Call the function in a worker process and return its answer and its logs.
 
-        Raises: RewardError if the call takes longer than `reward_limit_s` (from a CallTimedOut), or
-            if it ends the worker process (from a CallFailed); CallFailed if the function raises;
-            WorkerLost if the call uses an instance in a worker process, and this process has ended.
+        Raises:
+            RewardError: The call takes longer than `reward_limit_s`, or it ends the worker process.
+            CallFailed: The function raises.
+            WorkerLost: The worker process that holds the function's instance has ended.
         """
         held = next((each for each in _flat(self.instance, *arguments.values())), None)
         place = workers.pool() if held is None else held.home

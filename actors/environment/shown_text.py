@@ -149,19 +149,15 @@ def unshown(
 ) -> Iterator[Said]:
     """Yield the texts of a chat that the chat's rendering does not show.
 
-    A text is yielded if it fails at least one of two tests:
-    - The rendering has the words of the text. This test is left out for the content of a reply,
-      because a template may remove a thought from the content.
-    - The template shows a mark (a unique word) that replaces the text. For the content of a
-      message, a mark that is appended to the content is enough.
+    A text counts as shown if `text` has its words and `marks` has its mark. The mark is a unique
+    word that takes the text's place in a second rendering.
 
     Args:
         text: The rendering of the chat.
-        marks: The marks in a second rendering of the chat, which has a mark in place of each text
-            (`marked`). None if the template refused to render this; then the second test is left
-            out.
-        in_place: Called for a content whose mark is not in `marks`. It renders the chat with the
-            mark appended to the content (`with_mark`), and returns whether the mark is shown.
+        marks: The marks that the second rendering shows (see `marked`). None if the template
+            refuses the marks; then only the words are checked.
+        in_place: Called if the mark of a message's content is missing. Returns whether the template
+            shows the mark when the mark is appended to the content (`with_mark`).
     """
     times: Counter[tuple[str, ...]] = Counter()
     for each in texts:
@@ -189,24 +185,24 @@ def marked_system(messages: Sequence[Message]) -> tuple[Message, ...]:
 def only_moves(
     text: str, tail: str, history: Sequence[Message], *, bare: str, with_marks: str
 ) -> bool:
-    """Return whether a rendering lacks its expected end only because system texts were moved.
+    """Return whether a rendering would end with `tail` if no system text were moved.
 
-    The caller appends `tail`, the text of the new messages, to the tokens of the chat. Usually the
-    rendering of the whole chat ends with `tail`. But some templates (Mistral Nemo) move the system
-    text into the newest message of the user. If nothing else differs, the caller may still append
-    `tail`, because the tokens have the system text already, where it was at first.
+    Some templates (Mistral Nemo) move the system text into the newest message of the user. Any
+    other effect of a system text, such as a switch of the template's mode, gives False.
 
-    If a system text has another effect, such as a choice of the template's mode, the result is
-    False. So the system texts may only insert one part into the rendering that lacks them, and
-    marks in place of the system texts must give the same rendering except for the marks. White
-    space is not compared.
-
-    Args: text: the rendering of the chat. history: the chat up to the reply. bare: the rendering
-    without system texts. with_marks: the rendering of the chat after `marked_system`.
+    Args:
+        text: The rendering of the chat, which ends differently than `tail`.
+        tail: The expected end: the text of the new messages.
+        history: The chat's messages before the new ones.
+        bare: The rendering of the chat without its system texts.
+        with_marks: The rendering of the chat with marks in place of system texts
+            (`marked_system`).
     """
+    # A move is harmless: the tokens of `history` have the system text already, at its first place.
     text, tail, bare, with_marks = map(_dense, (text, tail, bare, with_marks))
     if text.endswith(tail) or not bare.endswith(tail):
         return False
+    # The system texts may only insert one part into `bare`, and are shown as they are.
     num_before = _num_shared(bare, with_marks)
     num_after = _num_shared(bare[::-1], with_marks[::-1])
     for number, each in enumerate(history):

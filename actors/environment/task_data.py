@@ -249,10 +249,11 @@ def check_of(environment: object) -> DataCheck:
 
 
 def report_nulls(tasks: Sequence[Task], check: DataCheck, what: str) -> None:
-    """Log a warning for each entry that is empty in some tasks although the check expects values.
+    """Log a warning for each entry that is empty in some tasks although it needs a value.
 
-    Such an entry is null or an empty text, as a missing value of a CSV file.
-    what: name of the file or the data set.
+    Empty means null or an empty text; a CSV file's missing values are empty texts.
+    Args: check: its `filled` names the entries that need a value. what: name of the file or the
+    data set, for the warning.
     """
     if not check.filled:
         return
@@ -292,8 +293,8 @@ _SILENT = frozenset({"title", "description", "default", "examples", "$schema", "
 def _acceptor(schema: object) -> _Accepts | None:
     """Return a quick check of data; None if the schema has a keyword that only jsonschema checks.
 
-    Data that pass the check satisfy the schema. Data that fail, such as a tuple, may satisfy the
-    schema too: jsonschema then decides.
+    The quick check is strict: data that pass it always satisfy the schema. If it refuses data,
+    the caller must ask jsonschema, which may still accept the data.
     """
     if not isinstance(schema, Mapping):
         return None
@@ -421,8 +422,9 @@ def _kind(value: object) -> str:
 def reference_of(task: Task, column: str | None) -> str | None:
     """Return a task's reference answer; None if the task has none.
 
-    column: name of the column, or path to an entry in it, such as reward_model.ground_truth; None
-    uses the first of ANSWERS that contains a text or a number.
+    column: name of the column, or path to an entry in it, such as reward_model.ground_truth. If
+    None, usual names (`ANSWERS`), such as answer and solution, are tried in order. The first one
+    that contains a text or a number is used.
     """
     for name in ANSWERS if column is None else (column,):
         value: Any = task.data

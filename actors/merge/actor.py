@@ -58,8 +58,8 @@ class BuiltStep:
     def report_after(self, *, is_all_skipped: bool, dropped: TokenCounts) -> StepReport:
         """Return the report with the final counts of tokens.
 
-        Args: is_all_skipped: whether all updates of the step were skipped. dropped: the tokens of
-        attempts that ended since the previous step and are in no step.
+        Args: is_all_skipped: whether all updates of the step were skipped. dropped: the sampled
+        tokens of attempts that no step took, counted since the previous step.
         """
         own = self.report.tokens
         if is_all_skipped:
@@ -85,9 +85,8 @@ class MergeActor:
     def plan(self, step_input: StepInput, trainer_version: int) -> tuple[Any, ...]:
         """Divide the rows that the trainer must score among the ranks, and store the shards.
 
-        The loop calls this only if rewards or advantages need a reference model or a critic.
-        `build` repeats the division to read the scores, so that the actor keeps no state between
-        the two calls.
+        The loop calls `plan` only if rewards or advantages need a reference model or a critic. It
+        then passes the ranks' scores to `build`.
 
         Returns: for each rank, an object reference to its shard.
         Raises: PayloadsLost, naming the rollouts.
@@ -111,8 +110,8 @@ class MergeActor:
 
         Args: trainer_version: the policy version that the trainer holds. scores: for each rank, a
             reference to the RowScores that the rank computed for its shard of `plan`; empty if
-            `plan` was not called. republished: policy versions under which the weights of a
-            step were published a second time (`actors.policy_age`).
+            `plan` was not called. republished: policy versions without a training step of
+            their own, from restarts of the trainer (`actors.policy_age`).
         Raises: PayloadsLost, naming the rollouts; ScoresLost; ValueError if `build_step` or
             `read_scores` raises it.
         """

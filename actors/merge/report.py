@@ -249,7 +249,10 @@ def report_environments(trajectories: Sequence[Trajectory]) -> dict[str, Environ
 
 
 def group_returns(groups: Sequence[Sequence[Member]]) -> tuple[GroupReturns, ...]:
-    """Return the graded returns of each group, whether or not the group is trained."""
+    """Return the returns of the graded rollouts of each group, also of groups that are not trained.
+
+    A rollout is graded if its return says how good it was (`Trajectory.is_graded`).
+    """
     found = []
     for group in groups:
         scored = _graded([member.trajectory for member in group])
@@ -278,9 +281,10 @@ def _mean(values: Sequence[float]) -> float | None:
 def mean_components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Average each component of the reward over the trajectories that have it, sorted by name.
 
-    Names are cut to MAX_COMPONENT_NAME characters; names beyond MAX_COMPONENTS are left out.
-    Example: one trajectory with the turns {"form": 1} and {"form": 0.5}, and another with the turn
-    {"form": 0} -> {"form": 0.75}
+    A trajectory's value is the sum over its turns. Names are cut to MAX_COMPONENT_NAME characters;
+    names beyond MAX_COMPONENTS are left out.
+    Example: {"form": 1} and {"form": 0.5} in the turns of one trajectory, {"form": 0} in another
+    -> {"form": 0.75}, the mean of 1.5 and 0
     """
     owns = []
     for trajectory in trajectories:

@@ -8,8 +8,8 @@ A starts random and B at 0, so the first policy is the base model.
     with adapters_off(causal_lm):                                 # the base model: the reference
         causal_lm(...)
 
-Invariants: only adapters are trainable after `attach_adapters`; a model is refused if its forward
-pass does not call an adapted layer. Called by `TrainerRank` and by the export.
+Invariants: only adapters are trainable after `attach_adapters`. A model is refused if its forward
+pass skips any layer with an adapter, except an expert. Called by `TrainerRank` and by the export.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gather full weights from the shards and pack them by group for the weight board.
+"""Gather full weights from the shards, and pack each layer's tensors for the engines.
 
 Invariant: the engine receives each tensor of the model's checkpoint once, under the name that it
 has in the files (a tied head is sent only as the embedding). This also holds if transformers stores
@@ -92,8 +92,8 @@ def _as_in_checkpoint(causal_lm: PreTrainedModel, tensors: dict[str, Tensor]) ->
 def persistent_buffers(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint holds, such as a router's bias.
 
-    Buffers must be sent, because an engine that loads a layer again would leave them unset. Buffers
-    keep their type, because the trainer does not round them either.
+    Engines must receive these buffers with the weights; otherwise the buffers are unset after an
+    engine loads a layer. Buffers keep their type, because the trainer does not round them either.
     """
     saved = causal_lm.state_dict()
     return {name: buffer for name, buffer in causal_lm.named_buffers() if name in saved}
@@ -110,11 +110,12 @@ def pack_weights(
     is_kept: bool,
     only_adapters: bool = False,
 ) -> Iterator[WeightGroup]:
-    """Gather the weights layer by layer on every rank, and pack them on ranks that keep them.
+    """Gather the weights layer by layer, and yield each layer's tensors as a packed group.
 
-    Args: only_adapters: send the adapters instead of the weights.
-    Yields: a packed group for each layer if is_kept; otherwise nothing, but the rank still takes
-    part in gathering all layers.
+    Every rank must exhaust the iterator.
+
+    Args: is_kept: whether this rank yields the groups; if not, it only takes part in gathering.
+    only_adapters: whether to gather the adapters instead of the weights.
     """
     gather = gather_adapters if only_adapters else gather_groups
     for named in gather(causal_lm, dtype=dtype):

@@ -76,9 +76,9 @@ first is also None if the current policy is still the policy at the step's start
 class TrainerRank:
     """One rank's share of the policy, and of the critic and the reference if the run has them.
 
-    version: the policy version of the weights, which each step increments. republished: versions
-    that are not from a new step: after a restart of the trainer, the weights of the last step were
-    published again under the next version (`actors.policy_age`).
+    version: the policy version of the weights, which each step increments.
+    republished: the versions under which a restarted trainer published the last step's weights
+    again. Such a version is not a new step (`actors.policy_age`).
     """
 
     def __init__(
@@ -301,7 +301,8 @@ class TrainerRank:
     def begin_save(self, step: int, term: int) -> None:
         """Copy weights, optimiser and progress, and write them in a thread; training may continue.
 
-        Args: step, term: the step and term in the checkpoint's name.
+        Args: step, term: numbers in the checkpoint's name. Each start or recovery of a run begins a
+        new term.
         """
         trained = None if self._critic is None else self._critic.trained
         progress = Progress(

@@ -142,7 +142,8 @@ class TrainerSettings:
     def lora_shape(self) -> LoraSettings | None:
         """Return the LoRA settings that a resumed run must not change; None without LoRA.
 
-        A resumed run may change `publish_merged`, so this field is always False in the result.
+        A resumed run may change `publish_merged`. The result always has False there, so that two
+        results can be compared.
         """
         return self.lora and replace(self.lora, publish_merged=False)
 

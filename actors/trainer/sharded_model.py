@@ -1,10 +1,13 @@
 """A model sharded over the ranks by FSDP2: its weights, its optimiser and its checkpoint.
 
 `ShardedModel` is only for scoring. `TrainedModel` also has AdamW: gradients are clipped by their
-global norm, and an update that is not finite is never applied. Invariants: all ranks decide from
-the same gathered numbers; the optimiser's state exists from the start, so that a run resumes
-exactly even from a checkpoint that was written before the first update. Policy, critic and
-reference use these classes, whose methods are collective.
+global norm, and an update that is not finite is never applied. Policy, critic and reference use
+these classes, whose methods are collective.
+
+Invariants:
+- All ranks decide from the same gathered numbers whether to apply an update.
+- The optimiser's state exists from the start. So a run resumes exactly even from a checkpoint that
+  was written before the first update.
 """
 
 from __future__ import annotations
@@ -286,12 +289,13 @@ def build_optimizer(
 
 @torch.no_grad()
 def hash_bits(tensor: Tensor) -> int:
-    """Hash the bits of this rank's shard of a float32 tensor, on its device.
+    """Return a hash of the bits of this rank's shard of a float32 tensor.
 
-    Each block of elements has the hash Σ_i m_i b_i modulo 2^64, where b_i is element i as an
-    integer and m_i a random odd number. So a difference in the last bit of one element, or an
-    exchange of two elements, changes the hash. Not cryptographic.
+    Shards that differ in one bit, or by an exchange of two elements, have different hashes. The
+    hash is not cryptographic.
     """
+    # The hash of a block is Σ_i m_i b_i modulo 2^64, where b_i is the block's element i as an
+    # integer and m_i is a random odd number. It is computed on the shard's device.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     bits = local.detach().contiguous().view(-1).view(torch.int32)
     total = 0
@@ -328,14 +332,15 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint under a temporary name, and rename it when it is complete.
 
-    The function runs in a thread during training, so its collectives use a separate group. An older
-    checkpoint of the same name (a step repeated in the same term) is replaced. If the disk refuses
-    a write, all ranks try again together for a minute.
+    An existing checkpoint of the same name is replaced. If a rank cannot write, all ranks try again
+    together for a minute.
 
-    Args: state: from `stage_checkpoint`.
-    Returns: the checkpoint's directory, on every rank.
-    Raises: CheckpointError on every rank if a newer term has claimed the directory;
-        CheckpointNotWritten on every rank if a rank cannot write its shard.
+    Args:
+        state: What `stage_checkpoint` returned on this rank.
+        group: A separate group, because the function runs in a thread during training.
+    Returns: the checkpoint's directory.
+    Raises (on every rank): CheckpointError if a later start or recovery of the run has
+        claimed `root`; CheckpointNotWritten if a rank cannot write its shard.
     """
     for _ in range(_WRITE_ATTEMPTS - 1):
         try:
@@ -425,8 +430,8 @@ def load_checkpoint(
 class _DigestingWriter(FileSystemWriter):
     """A writer of one rank's files that also computes the SHA-256 of each file.
 
-    A digest is of the bytes that are passed to the file system, not of the stored bytes.
-    digests: by the file's name. seconds: time spent on computing the digests.
+    The digests are computed while the bytes are written; the files are not read back.
+    digests: maps each file's name to its digest. seconds: time spent on the digests.
     """
 
     def __init__(self, path: Path) -> None:

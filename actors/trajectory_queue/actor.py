@@ -64,11 +64,11 @@ class TrajectoryQueue:
     async def open(
         self, opening: int, snapshot: QueueSnapshot | None, *, keeps_taken: bool = False
     ) -> bool:
-        """Start from `snapshot`, or empty if `snapshot` is None. All other calls wait for this
-        call.
+        """Start from `snapshot`, or empty if `snapshot` is None. Until then all other calls wait.
 
-        Args: opening: 0 for the first process of the queue in a term of the run, 1 after the first
-            restart of the queue, and so on. keeps_taken: as for `QueueState`.
+        Args: opening: how often Ray has restarted this queue. keeps_taken: whether the training
+            loop still has the steps that it took but did not finalise. If False, the rollouts of
+            these steps are played again.
         Returns: True if this call, or an earlier call with the same `opening`, opened the queue;
             False if a call with another `opening` did.
         """
@@ -88,9 +88,10 @@ class TrajectoryQueue:
         return await self._until(self._state.admissible, timeout_s) or [], self._cut()
 
     async def admit(self, groups: Sequence[GroupRequest]) -> QueueCut:
-        """Give a task to each group number; if one is refused, change nothing.
+        """Add new groups of rollouts to the queue; add none if one of the requests is refused.
 
-        Raises: ValueError (`QueueState.admit`).
+        Each request gives a task to a free group number.
+        Raises: ValueError if a number is not free or a group could never be trained.
         """
         await self._opened.wait()
         self._state.admit(groups)
@@ -198,9 +199,9 @@ class TrajectoryQueue:
     async def finalise(self, step: int, outcomes: RolloutOutcomes) -> tuple[TokenCounts, QueueCut]:
         """Record whether each rollout of a step was trained or evicted, and forget the step.
 
-        Returns: counts of the sampled tokens of attempts that no step took; the counts begin at
-            zero after each finalised step. Also a cut: the queue's state and its events since the
-            last cut.
+        Returns: counts of the tokens that were dropped since the last finalised step; the attempts
+            that sampled them were in no step. Also a cut: the queue's state and its events since
+            the last cut.
         Raises: ValueError (`QueueState.finalise`).
         """
         await self._opened.wait()

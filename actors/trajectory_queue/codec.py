@@ -1,10 +1,11 @@
-"""The storage format of trajectories in object store and journal: one MessagePack message each.
+"""The storage format of trajectories in Ray's object store and in the journal.
 
-msgspec encodes the dataclasses directly, and an array as its type, shape and bytes. A sample that
-branched off another one is stored without the tokens that both share. So the size grows with the
-new tokens of the branches, and not with their whole length. Invariant:
-decode(encode(trajectories), row) equals trajectories[row]. Called by environment actors (encode),
-the merge actor (decode) and the journal.
+A trajectory is stored as one MessagePack message. A sample that branched off an earlier sample is
+stored without the tokens that both samples share, so shared tokens are stored only once. Invariant:
+decode(encode(trajectories), row) equals trajectories[row].
+
+Environment actors encode trajectories, and the merge actor decodes them. The journal and
+`service.intake.uploads` store trajectories in this format too.
 """
 
 from __future__ import annotations

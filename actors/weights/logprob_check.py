@@ -122,11 +122,12 @@ def start_text(
 ) -> CheckText:
     """Return the text that trainer and engines score before the first step.
 
-    An engine also continues the text, once at each checked temperature. The text leaves room for a
-    continuation; both together fill the context, or reach the limit.
+    Engines also sample a continuation of the text at each temperature.
 
-    limit: largest number of tokens of text and continuation together; None for 4,096 on CPU and the
-    whole context otherwise. temperatures: the run's temperatures.
+    Args:
+        limit: The largest number of tokens of the text plus one continuation. None for 4,096 on
+            CPU, and for the whole context on GPU.
+        temperatures: The run's temperatures, which are checked in addition to 1.0 and 0.7.
     """
     cap = limit or (CPU_CHECK_TOKENS if is_on_cpu else max_context_tokens)
     num_tokens = max(min(max_context_tokens, cap), 8)
@@ -189,10 +190,10 @@ def text_row(text: CheckText) -> MicroBatch:
 
 
 def packed_row(text: CheckText) -> MicroBatch:
-    """Return a packed row with three samples: a part of the text, the whole text, another part.
+    """Return a packed row in which the text is between two other samples.
 
-    Only the tokens of the whole text are compared. If the model mixes the samples of a packed row,
-    their scores differ from the scores in `text_row`.
+    The scores of the text should be the same as in `text_row`. They differ if the model mixes the
+    samples of a packed row. The other two samples are parts of the text, and are not compared.
     """
     quarter = max(1, text.token_ids.size // 4)
     before, after = text.token_ids[:quarter], text.token_ids[quarter : 2 * quarter]

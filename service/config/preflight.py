@@ -260,11 +260,10 @@ def check_token_ids(
 ) -> None:
     """Check that the model has all tokens of its chat template, and a token that ends an answer.
 
-    A tokenizer may have tokens that the model lacks: Gemma 3's tokenizer has one for images, and a
+    A tokenizer may have tokens that the model lacks. Gemma 3's tokenizer has one for images, and a
     user may add tokens without resizing the embedding.
-    was_loaded, tell: as for `check_special_tokens`.
-    Raises: ConfigError if the model lacks a token of the template or the tokenizer splits one, or
-    if the model lacks every token that ends an answer.
+    was_loaded, tell: as for `check_special_tokens`, which this function also calls.
+    Raises: ConfigError if a check fails.
     """
     if (vocabulary := vocabulary_size(directory)) is None:
         return

@@ -135,8 +135,8 @@ def open_sets(
 ) -> list[EvaluationSet]:
     """Return the sets to evaluate: the run's own held-out tasks, if any, then each named set.
 
-    For a mixture, the held-out tasks of each part are a set with the part's name, and there are no
-    other sets.
+    A mixture of environments has only one set for each environment: the environment's held-out
+    tasks, if any, under the environment's name.
 
     tasks: the run's tasks. model_path, tell: the arguments of `open_tasks`.
     Raises: ConfigError if a set's tasks cannot be read.
@@ -195,7 +195,7 @@ def _tell_with_key(key: str, tell: Callable[[str], None], text: str) -> None:
 
 
 def _source_of(config: Config, settings: EvaluationSetSettings) -> TasksSettings | None:
-    """Return the settings of a set's own tasks; None if the set plays the run's held-out tasks."""
+    """Return the settings of an evaluation set's own tasks; None if it uses the held-out tasks."""
     columns = settings.columns
     named = (settings.file, settings.dataset, settings.subset, settings.split, columns)
     if all(each is None for each in named):

@@ -80,10 +80,10 @@ class Config:
 
     @property
     def members(self) -> dict[str, Config]:
-        """The configurations of the environments, by the name in `Task.environment`.
+        """The configuration of each environment, by the environment's name in `Task.environment`.
 
-        A mixture has one configuration for each part, by the part's name. Without a mixture, the
-        only configuration is `self`.
+        If the section `mixture` names several environments or data sets, each name has its own
+        configuration. Otherwise the only configuration is `self`.
         """
         if not self.mixture:
             return {self.tasks.environment: self}
@@ -210,7 +210,10 @@ class Config:
         )
 
     def rank_settings(self, *, model: str, checkpoint_dir: Path) -> RankSettings:
-        """Return the settings of the trainer's ranks, with each schedule's `updates` filled in."""
+        """Return the settings of the trainer's ranks.
+
+        If a learning-rate schedule leaves `updates` null, the run's number of updates is filled in.
+        """
         critic = replace(self.algorithm.critic, schedule=self.critic_schedule)
         return RankSettings(
             trainer=replace(self.trainer, schedule=self.policy_schedule),

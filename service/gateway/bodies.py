@@ -73,7 +73,7 @@ TURN_PATTERN = "^(0|[1-9][0-9]{0,8})$"
 
 
 def _turn_number(name: object) -> object:
-    """Refuse a number such as "+1" or "01", because two keys could then mean the same turn."""
+    """Refuse a turn's number such as "+1" or "01"; "1" and "01" would name the same turn."""
     if isinstance(name, str) and not re.fullmatch(TURN_PATTERN, name):
         raise ValueError(
             "expected a turn's number of at most nine digits, without a sign or leading zeros, "
@@ -376,9 +376,10 @@ class CloseAnswer(StrictBody):
 
 
 class SessionsAnswer(StrictBody):
-    """The sessions of a group, or the claimed session.
+    """The answer to a request that submits a group of sessions, or claims one of its sessions.
 
-    No other answer shows the sessions' keys. To see them again, send the same request again.
+    If the request claims a session, `sessions` has only this one. No other answer shows the
+    sessions' keys. To see them again, send the same request again.
     """
 
     id: str

@@ -138,14 +138,13 @@ def _is_ended_by(
     judged: Node,
     named: int | None,
 ) -> bool:
-    """Return whether a refused request ended the rewarded conversation.
+    """Return whether a refused request ended the session, and so decides the session's outcome.
 
-    If it did, the refusal decides the session's outcome.
-    The rewarded conversation is the conversation of the turn `judged`, which gets the session's
-    reward. If a later turn is trained, the agent went on after the refusal, so the result is False.
-    Later turns that seem to make a title are ignored.
-    counted: the trained turns. named: number of the turn to which the client gave the reward; None
-    if the client named no turn.
+    The result is False if the agent later continued with a trained turn that is no title. It is
+    also False if the refused request does not belong to the rewarded conversation.
+
+    Args: counted: the trained turns. judged: the turn that gets the session's reward. named: the
+    number of the turn to which the client gave the reward; None if the client named no turn.
     """
     if refusal.num_turns is None:
         return True
@@ -154,6 +153,7 @@ def _is_ended_by(
         return False
     if named is not None:
         return refusal.follows is not None and tree.nodes[refusal.follows].root is judged.root
+    # If no turn is named, a request that follows any turn belongs to the rewarded conversation.
     return refusal.follows is not None or not _is_continuing(judged, tree.nodes)
 
 
@@ -262,14 +262,14 @@ def trained(tree: SessionTree) -> list[Node]:
 
 
 def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = None) -> Node | None:
-    """Return the turn that gets the session's reward; None if nothing is trained.
+    """Return the trained turn that gets the session's reward; None if no turn is trained.
 
-    This is the turn that the client named, if it is trained. Otherwise it is the newest trained
-    turn whose conversation has another turn or quotes a sampled reply. If there is no such turn, it
-    is the trained turn with the longest prompt; of several, the newest.
+    This is the first of these turns that exists:
+    1. The turn with the number `named`, to which the client gave the reward.
+    2. The newest turn in a conversation that has several turns or quotes a sampled reply.
+    3. The turn with the longest prompt; the newest of several.
 
-    Args: counted: the trained turns. named: number of the turn to which the client gave the reward;
-    None if the client named no turn.
+    counted: the trained turns.
     """
     for node in counted:
         if node.turn.number == named:
@@ -281,10 +281,9 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
 
 
 def follows(tree: SessionTree, place: Place) -> int | None:
-    """Return the number of the turn that a request continues; None if it follows no turn.
+    """Return the number of the turn that a request continues or quotes; None if there is none.
 
-    If the request begins a conversation, return the newest turn whose reply the request's messages
-    quote.
+    A request that begins a conversation may quote replies; the newest quoted turn is returned.
     """
     if place.parent is not None:
         return place.parent
@@ -412,12 +411,12 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 
 
 def _starts_over(node: Node, root: Node) -> bool:
-    """Return whether the conversation that begins with `root` repeats or continues the turn `node`.
+    """Return whether the conversation that begins with `root` takes up the task of the turn `node`.
 
-    If it does, the turn did the task, and did not just make a title for the conversation.
-    - Repeats: both have the same tools, and the first prompt of the conversation begins with the
-      turn's messages, followed by nothing or by an assistant message.
-    - Continues: an assistant message in the first prompt quotes the turn's reply.
+    Such a turn is not a request for the conversation's title. Either of these is enough:
+    - `root` has the same tools as the turn. Its prompt begins with the turn's messages, and ends
+      there or continues with an assistant message.
+    - An assistant message in the prompt of `root` quotes the turn's reply.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:
@@ -429,10 +428,10 @@ def _starts_over(node: Node, root: Node) -> bool:
 
 
 def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
-    """Return whether a turn may only have made a title for an earlier conversation.
+    """Return whether a turn looks like a request for a title of an earlier conversation.
 
-    The turn must be alone (`Node.is_alone`) and quote no reply. Its messages must contain the first
-    user text of the earlier conversation.
+    Such a turn is a conversation of its own, without tools, and quotes no reply. Its messages
+    contain the first user text of the earlier conversation.
     """
     if not node.is_alone or _is_quoting(node, nodes):
         return False
@@ -457,11 +456,8 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _is_continuing(node: Node, nodes: Sequence[Node]) -> bool:
-    """Return whether a turn's conversation has several turns, or begins by quoting a reply.
-
-    If the turn is the first of its conversation, turns that the agent marked as auxiliary do not
-    count.
-    """
+    """Return whether a turn's conversation has several turns, or begins by quoting a reply."""
+    # For the first turn of a conversation, `num_of_task` leaves out auxiliary turns.
     return node.parent is not None or node.root.num_of_task > 1 or _is_quoting(node.root, nodes)
 
 

@@ -359,10 +359,10 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether a request that is marked as a retry cannot be a retry of a turn's request.
+        """Return whether a request that is marked as a retry must not get the turn `node` again.
 
-        It cannot be one if a client has already continued from the turn, so that it has the reply,
-        or if its idempotency key differs from the key of the turn's request.
+        A client that has sent the turn's reply back has received the reply, so the request wants
+        another turn. A retry also keeps the idempotency key of the turn's request.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)

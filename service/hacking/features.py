@@ -191,10 +191,10 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 
 
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
-    """Return the token that ends most answers; -1 if no answer ended with the finish reason STOP.
+    """Return the most frequent last token of the answers with the finish reason STOP, or -1.
 
-    If there are longer answers, answers of a single token do not count: a stop string may have
-    ended such an answer, so that the single token is ordinary text.
+    A stop string can end an answer after a single token of ordinary text. Answers of one token
+    therefore count only if no answer is longer.
     """
     ended = [
         parts[-1]
@@ -399,10 +399,12 @@ class Window:
         return float(chosen.mean()) if chosen.size else float("nan")
 
     def gains(self, mark: Bools) -> Floats | None:
-        """Return by how much marked trajectories of the newest steps earn more than unmarked ones.
+        """Return how much more the marked trajectories of the newest steps earn than the unmarked.
 
-        The array has a difference of means for each group with marked and unmarked trajectories.
-        Return None if there are too few such groups.
+        The array has one value for each group that contains both kinds: the mean reward of the
+        marked trajectories, minus the mean reward of the unmarked trajectories. Return None if
+        fewer than MIN_MIXED_GROUPS groups contain both kinds.
+        mark: for each trajectory of the window, whether it shows a pattern.
         """
         among = self.is_recent & self.is_graded
         marked, groups, rewards = mark[among], self.group[among], self.reward[among]
@@ -424,8 +426,8 @@ class Window:
     def onset(self, values: Floats, *, before: float, now: float) -> int:
         """Return the number of the step at which the values changed from `before` to `now`.
 
-        From this step on, the values are nearer to `now` than to `before`; single exceptions are
-        allowed. values: [number of steps].
+        From this step on, the values are nearer to `now` than to `before`, except at isolated
+        steps. values: one value for each step of the window.
         """
         is_new = (values - before) / (now - before) >= 0.5
         first = len(values) - 1
@@ -441,12 +443,13 @@ class Window:
 
 
 def noise(values: Floats) -> float:
-    """Return the robust spread of earlier steps' values about their trend; NaNs are ignored.
+    """Return how far earlier steps' values scatter about their trend, as a standard deviation.
 
-    To remove the trend, the spread is computed from the differences of neighbours. The variance of
-    a difference is twice the variance of a value.
+    The estimate is robust to outliers. It uses the differences of neighbouring values, on which a
+    slow trend has little influence. NaNs are ignored.
     """
     steps = np.diff(values[~np.isnan(values)])
+    # The variance of a difference is twice the variance of a value.
     return MAD_TO_SD * float(np.median(np.abs(steps))) / 2**0.5 if steps.size else float("nan")
 
 

@@ -38,7 +38,7 @@ _ALL = frozenset(ROLES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPath:
-    """A path that must have the same content on other nodes as on the node of the command."""
+    """A path that must have the same content on other nodes as on the node that starts the run."""
 
     key: str
     """The setting that names the path, or "run directory"."""
@@ -58,10 +58,11 @@ def check_other_nodes(
 ) -> None:
     """Check that the run can use every node on which one of its actors may be placed.
 
-    Such a node must see the shared paths; the supervisor's node must also be able to serve metrics.
-    Args: model: directory or hub name of the policy's model. has_endpoint: whether the run's
-    metrics endpoint listens already; if so, do not check whether a node can serve metrics.
-    Raises: ConfigError that names the node and the path.
+    Each such node must see the shared paths. A node on which the supervisor may be placed must
+    also be able to listen on the address of the metrics.
+    Args: model: directory or hub name of the policy's model. has_endpoint: True if the metrics are
+    served already, which makes the check of their address unnecessary.
+    Raises: ConfigError, which names the node and what is wrong with it.
     """
     here = ray.get_runtime_context().get_node_id()
     nodes = alive_nodes()
@@ -86,8 +87,9 @@ def check_other_nodes(
 def check_api_place(service: ServiceSettings) -> None:
     """Check that the API will be reachable from this node.
 
-    Serve's proxy, which serves the API, runs only on the head node.
-    Raises: ConfigError if this is another node, and service.host is a loopback address.
+    Only the head node serves the API, by Serve's proxy. If service.host is a loopback address,
+    no other node can reach the API.
+    Raises: ConfigError if service.host is a loopback address and this node is not the head node.
     """
     here = ray.get_runtime_context().get_node_id()
     [head] = [node for node in alive_nodes() if HEAD_NODE in node.resources]
@@ -100,10 +102,10 @@ def check_api_place(service: ServiceSettings) -> None:
 
 
 def find_unshared(needed: Sequence[SharedPath]) -> str | None:
-    """Return an error message on the first path that is not shared or cannot be written.
+    """Return an error message about the first path that this node cannot use, or None.
 
-    A path is not shared if its content on this node differs from the content on the command's node.
-    Return None if all paths are right. The function runs as a Ray task on the node to be checked.
+    A path's content must be as on the node that starts the run. A path that the run writes to must
+    also be writable. The function runs as a Ray task on the node to be checked.
     """
     for shared in needed:
         if digest_of(shared.witness) != shared.digest:

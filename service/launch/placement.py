@@ -56,11 +56,10 @@ def roles_of(nodes: Sequence[Node], *, before: Roles = frozenset()) -> Roles:
 
 
 def resources_of(role: Role, offered: Roles) -> dict[str, float]:
-    """Return the custom Ray resources that a part of the role must request.
+    """Return the custom Ray resources to request, so that Ray uses the right nodes for a role.
 
-    If a node offers the role, the part requests a small amount of the role's own resource.
-    Otherwise a part of the role `rayloom_control` requests the head node's resource, and a part of
-    any other role requests none.
+    A role in `offered` needs a small amount of its own resource. Otherwise `rayloom_control` needs
+    the head node's resource. Other roles may use any node, and need no custom resource.
     """
     if role in offered:
         return {role: SHARE}
@@ -87,12 +86,12 @@ def describe_places(offered: Roles, nodes: Sequence[Node]) -> str:
 
 
 def misfit(config: Config, nodes: Sequence[Node]) -> str | None:
-    """Return an error message on the first part that fits on no node; None if all parts fit.
+    """Return None if all parts of the run fit on the nodes, or else an error message.
 
-    The most demanding parts are placed first. Each is placed on the node that has the least room,
-    but enough for it. It would be wrong to compare only sums: two engines with 2 GPUs each do not
-    fit on two nodes with 3 GPUs and 1 GPU.
+    The message names the first part that does not fit. Each part must fit on a single node: two
+    engines with 2 GPUs each do not fit on two nodes with 3 GPUs and 1 GPU.
     """
+    # The most demanding parts are placed first, each on the fullest node that has room for it.
     left = {node.node_id: dict(node.resources) for node in nodes}
     parts = sorted(_parts(config, roles_of(nodes)), key=_demand, reverse=True)
     for name, keys, resources in parts:

@@ -243,14 +243,14 @@ def readiness(
 class EngineWatch:
     """Counts the engines that are lost or come back, and measures for how long some are missing.
 
-    An engine is counted once it has had the current version. It is lost if the weight board no
-    longer lists it, except if it was stopped because the user requested fewer engines. An engine
-    that comes back has a new name. Therefore each new engine counts as an engine that comes back,
-    until all lost engines are replaced.
+    Only engines that have had the current version are counted. An engine is lost if the weight
+    board, the actor that publishes weights, no longer lists it. An engine that the user's request
+    for fewer engines stopped is not lost. An engine that restarts has a new name. Therefore, while
+    lost engines are missing, a new engine counts as one that is back.
 
-    num_expected: at first the requested number of engines; it rises when more engines appear, and
-    falls when engines are stopped on request. num_current: the number of engines that have the
-    current version. num_lost: the number of engines that the last check found to be lost.
+    num_expected: starts as the requested number of engines, rises when more engines appear, and
+    falls when engines are stopped on request. num_current: number of engines that have the current
+    version. num_lost: number of engines that the last check found to be lost.
     """
 
     def __init__(self, *, num_expected: int) -> None:
@@ -424,10 +424,11 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """Count the publications in a row whose log-probability check exceeded its bound.
+        """Record a step's log-probability check for `check_logprobs`; return a notice if it failed.
 
-        check: the check after the step's publication; None if no engine answered.
-        Returns: a notice if this check exceeded its bound; otherwise an empty text.
+        check: the check after the step's publication; None if no engine answered, which changes
+        nothing. A check fails if it exceeds its bound.
+        Returns: the notice; an empty text if the check did not fail.
         """
         if check is None:
             return ""
@@ -487,8 +488,8 @@ class FailureWatch:
     ) -> None:
         """Raise RunFailed if too many groups in a row have failed.
 
-        failed: the groups that failed since the last usable one; None if none has. now: monotonic
-        seconds.
+        failed: the groups that have failed since a group was last usable for training; None if
+        there are none. now: monotonic seconds.
         Raises: ActorLost if no engine has been ready for too long.
         """
         if failed is None:

@@ -55,10 +55,9 @@ def add_entries(connection: Connection, entries: Iterable[FeedEntry]) -> None:
 
 
 def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, int]) -> None:
-    """Append an entry of kind `accepted` for each new submission.
+    """Append an entry of kind `accepted` for each submission after the position `behind`.
 
-    behind: position of the newest submission that has an entry already. num_of: number of the new
-    submissions of each tenant.
+    num_of: the number of these submissions for each tenant.
     """
     # One statement for all entries, because there may be thousands.
     connection.execute(_TELL_ACCEPTED, {"behind": behind})
@@ -68,9 +67,8 @@ def tell_accepted(connection: Connection, *, behind: int, num_of: Mapping[str, i
 def tell_all(connection: Connection, entry: FeedEntry) -> None:
     """Append an entry about the whole run: a copy for admins, and a copy for each tenant.
 
-    Each tenant's entries have their own numbers, apart from the numbers of the whole feed. If
-    `entry.void_after` is set, earlier entries with higher numbers are no longer valid; a tenant's
-    copy states the limit as one of the tenant's own numbers.
+    `entry.void_after` is a number of the whole feed. In a tenant's copy, it is converted to the
+    tenant's own numbers.
     """
     columns, after = tables.feed.c, entry.void_after
     known = select(tables.feed_numbers.c.tenant, tables.feed_numbers.c.newest)
@@ -135,9 +133,9 @@ def prune_feed(connection: Connection, *, keep: int) -> None:
 def read_feed(store: ReadOnlyStore, *, after: int, limit: int, sees: str | None = None) -> FeedPage:
     """Return the first `limit` entries of the feed after the number `after`.
 
-    Args: sees: a tenant, or None. For a tenant, only its entries are returned, and `after` and the
-    numbers of the entries are the tenant's own. For None, the entries of all tenants are returned,
-    with the numbers of the whole feed; an entry about the whole run is returned once.
+    Args:
+        sees: The tenant whose entries are returned; None for the entries of all tenants. For a
+            tenant, `after` and the returned numbers are the tenant's own, not the whole feed's.
     Raises: StoreError.
     """
     columns = tables.feed.c

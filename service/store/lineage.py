@@ -1,9 +1,10 @@
-"""Find a run's surviving rows, which are those that no later term undid.
+"""Find a run's surviving rows, which are those that no return to a checkpoint undid.
 
-If a term starts from a checkpoint of an earlier term, two parts of the earlier term survive: its
-steps up to this checkpoint, and its events up to the last event that the checkpoint contains. The
-later rows of the earlier term are superseded. The report and `inspect` show surviving rows; the
-metrics count all rows that were ever stored, superseded ones included.
+A term is the part of a run from a start, recovery or return to the next. If a term starts from a
+checkpoint of an earlier term, two parts of the earlier term survive: its steps up to this
+checkpoint, and its events up to the last event that the checkpoint contains. The later rows of the
+earlier term are superseded. The report and `inspect` show surviving rows; the metrics count all
+rows that were ever stored, superseded ones included.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The steps and events of one term that survive, which means that no later term undid them.
+    """The steps and events of one term that no return to a checkpoint undid.
 
-    Steps survive up to `last_step`, and events up to `last_event_seq`. If a bound is None, all
-    steps or all events of the term survive.
+    A term is the part of a run from a start, recovery or return to the next. Steps survive up to
+    `last_step`, and events up to `last_event_seq`. If a bound is None, all steps or all events of
+    the term survive.
     """
 
     term: int
@@ -84,7 +86,7 @@ def read_history(store: ReadOnlyStore) -> History:
 def read_events(store: ReadOnlyStore) -> tuple[LedgerEvent, ...]:
     """Return the ledger events that are still stored, in order.
 
-    Events that a later term undid are left out.
+    Events that a return to a checkpoint undid are left out.
     """
     return store.read(lambda connection: events_of(connection, surviving_spans(connection)))
 
@@ -92,7 +94,7 @@ def read_events(store: ReadOnlyStore) -> tuple[LedgerEvent, ...]:
 def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
     """Return the numbers of the steps whose records are stored, in order.
 
-    Steps that a later term undid are left out.
+    Steps that a return to a checkpoint undid are left out.
     """
     columns = tables.steps.c
     query = select(columns.step).order_by(columns.step)
@@ -110,8 +112,8 @@ def recorded_steps(store: ReadOnlyStore) -> tuple[int, ...]:
 class RecordKind(StrEnum):
     """The subject of a stored record: a step, a scheduled evaluation, or a requested evaluation.
 
-    Records of one kind are ordered by their position (`Place`). A reader keeps the position of the
-    last record that it has read, one for each kind, and so finds the newer ones.
+    Records of one kind are ordered by their position (`Place`). To find newer records, a reader
+    keeps, for each kind, the position of the last record that it has read.
     """
 
     STEP = "step"
@@ -127,7 +129,10 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecord:
-    """A record of a step or an evaluation that no later term undid, and its position."""
+    """The record of a step or an evaluation, with its position among the records of its kind.
+
+    Only surviving records are returned: those that no return to a checkpoint undid.
+    """
 
     kind: RecordKind
     place: Place
@@ -140,7 +145,7 @@ class StoredRecord:
 def records_after(store: ReadOnlyStore, places: Mapping[RecordKind, Place]) -> list[StoredRecord]:
     """Return the records after these positions, in the order in which they were made.
 
-    Records that a later term undid are left out.
+    Records that a return to a checkpoint undid are left out.
     places: the position for each kind of record; if a kind is missing, all its records are
     returned.
     """
@@ -195,7 +200,7 @@ def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select
 def newest_records(store: ReadOnlyStore) -> tuple[StepRecord | None, EvaluationRecord | None]:
     """Return the newest record of a step, and the newest record of a scheduled evaluation.
 
-    Records that a later term undid are left out. A result is None if there is no such record.
+    Records that a return to a checkpoint undid are left out. A result is None if no record remains.
     """
 
     def read(connection: Connection) -> tuple[StepRecord | None, EvaluationRecord | None]:
@@ -239,7 +244,10 @@ def is_named(commit: Checkpoint, name: str) -> bool:
 
 
 def stored_totals(store: ReadOnlyStore) -> RunTotals:
-    """Return the totals of all steps ever stored, including those that a later term undid."""
+    """Return the totals of all steps ever stored.
+
+    Steps that a return to a checkpoint undid are included.
+    """
     query = select(tables.step_totals.c.totals)
     return store.read(lambda connection: connection.scalar(query)) or RunTotals()
 
@@ -247,7 +255,7 @@ def stored_totals(store: ReadOnlyStore) -> RunTotals:
 def count_events(store: ReadOnlyStore) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
     """Return the counts of all events ever stored, by kind and reason.
 
-    Events that a later term undid are included.
+    Events that a return to a checkpoint undid are included.
     """
 
     def read(connection: Connection) -> dict[tuple[LedgerEventKind, EvictionReason | None], int]:
@@ -275,10 +283,10 @@ def totals_at(store: ReadOnlyStore, checkpoint: Checkpoint) -> RunTotals:
 
 
 def lineage_totals(connection: Connection, term: int, *, last_step: int | None = None) -> RunTotals:
-    """Return the totals of the steps of the newest term and of the terms that it continues.
+    """Return the totals of the run's steps, without steps that a return to a checkpoint undid.
 
-    Steps that a later term undid are left out.
-    term: the newest term. last_step: the last step that counts; None counts all steps.
+    term: the newest term, which is the part of the run since its last start, recovery or return.
+    last_step: the last step that counts; None counts all steps.
     """
     commits, leases, steps = tables.checkpoints.c, tables.leases.c, tables.steps.c
     begun_at, parent = _row(
@@ -302,9 +310,10 @@ def lineage_totals(connection: Connection, term: int, *, last_step: int | None =
 
 
 def surviving_spans(connection: Connection) -> list[Span]:
-    """Return which steps and events survive of the newest term and of the terms that it continues.
+    """Return, for each term, the steps and events that no return to a checkpoint undid.
 
-    The oldest term is first. The list is empty if no term of the run has begun yet.
+    The terms are the newest term and the earlier terms that it continues, oldest first. The list is
+    empty if the run has never started.
     """
     newest = newest_term(connection)
     if newest == 0:
@@ -320,11 +329,10 @@ def surviving_spans(connection: Connection) -> list[Span]:
 def committed_checkpoints(connection: Connection) -> list[Checkpoint]:
     """Return the checkpoints to which a run can return, newest first.
 
-    The queue snapshot of each checkpoint is still stored (`retention`), and no later term (start or
-    recovery of the run) undid the checkpoint. If a directory was committed again, only the newest
-    of its checkpoints is returned. If a term starts from an older checkpoint because the newer ones
-    cannot be read, the newer ones are left out only after the term has committed a checkpoint:
-    until then they may become readable again.
+    A checkpoint is left out if its queue snapshot was deleted (`retention`), if a return to an
+    older checkpoint undid it, or if its directory was committed again later. A restart may skip
+    newer checkpoints that cannot be read. They stay in the list until the run commits another
+    checkpoint, because they may become readable again.
     """
     found = every_checkpoint(connection, only_usable=True)
     if not found:
@@ -345,11 +353,11 @@ def newest_term(connection: Connection) -> int:
 
 
 def lease_digests(store: ReadOnlyStore) -> dict[int, str]:
-    """Return a digest for each term of a run, to find out whether two databases are of one run.
+    """Return a digest of each term, by which databases of the same run are recognized.
 
-    The digest covers the term's lease: which process ran the term, and since when. After a database
-    was copied, both copies have equal digests for the terms that had begun before, and different
-    digests for later terms.
+    A new term begins when the run starts, recovers or returns to a checkpoint. The digest covers
+    which process ran the term, and since when. A copy of a database has the same digests for the
+    terms before the copying. Terms that begin later have other digests in each copy.
     """
     leases = tables.leases.c
     query = select(leases.term, leases.owner, leases.process, leases.acquired_at)
@@ -403,8 +411,8 @@ def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | 
 def first_versions(connection: Connection) -> dict[int, int]:
     """Return, for each term of the run, the version of the policy with which the term started.
 
-    Terms that a later term undid are included. The version is 0 if a term did not start from a
-    checkpoint.
+    A new term begins when the run starts, recovers or returns to a checkpoint. The version is 0 if
+    a term did not start from a checkpoint. Terms that a return to a checkpoint undid are included.
     """
     leases, checkpoints = tables.leases, tables.checkpoints
     parent = checkpoints.c.id == leases.c.parent_checkpoint

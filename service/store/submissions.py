@@ -317,9 +317,10 @@ class SubmissionStore:
         return [(position, name, ended) for position, name, ended in rows]
 
     def begin_term(self, lease: Lease) -> None:
-        """Add a feed entry that tells clients if the new term goes back to an older checkpoint.
+        """Add an entry to the clients' feed if the run returned to an older checkpoint.
 
-        Nothing is added if the new term continues from the newest checkpoint, or without one.
+        Nothing is added if the run starts without a checkpoint or from its newest checkpoint.
+        lease: its `parent` is the checkpoint from which the run continues.
         Raises: LeaseLost, StoreError.
         """
         parent, commits = lease.parent, tables.checkpoints.c

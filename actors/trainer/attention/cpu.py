@@ -143,8 +143,9 @@ def _self_gradients(
 ) -> list[Tensor]:
     """Return the gradients of query, key and value for the attention of each piece to itself.
 
-    A padded query has gradient 0 and normaliser 0, so it adds exp(0) * 0 = 0 to its keys.
+    Padding does not change the gradients.
     """
+    # A padded query has gradient 0 and normaliser 0, so it adds exp(0) * 0 = 0 to its keys.
     padded = [_pad(rows, plan) for rows in (grad_out, query, key, value, out)]
     padded_normalizer = _pad(normalizer, plan)
     parts: list[tuple[Tensor, ...]] = []
@@ -175,11 +176,10 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, from torch's backward kernel.
 
-    With at most _FLOAT32_KEYS keys the kernel is faster in float32, so that bfloat16 inputs are
-    converted, and their gradients are float32. Otherwise gradients have the inputs' type.
-
     Args: inputs: (grad_out, query, key, value, out), each [N, H, L, D].
+    Returns: float32 gradients for at most _FLOAT32_KEYS keys; else gradients of the inputs' type.
     """
+    # With few keys the kernel is faster in float32 than in bfloat16.
     if inputs[2].shape[2] <= _FLOAT32_KEYS:
         inputs = [each.to(normalizer.dtype) for each in inputs]
         mask = None if mask is None else mask.to(normalizer.dtype)

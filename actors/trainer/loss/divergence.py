@@ -29,7 +29,8 @@ def kl_k1(delta: Tensor) -> Tensor:
 def kl_k2(delta: Tensor) -> Tensor:
     """Estimate KL(q || p) from samples of q with bias and low variance: k2 = delta^2 / 2.
 
-    Averaged over samples of q, the gradient of k2 for log q is the gradient of KL(q || p).
+    Averaged over samples of q, the gradient of k2 with respect to log q is the gradient of
+    KL(q || p).
     Source: Schulman 2020, "Approximating KL divergence".   Returns: float64, nats.
     Example: k2(ln 2) = .240227
     """
@@ -39,11 +40,11 @@ def kl_k2(delta: Tensor) -> Tensor:
 def kl_k3(delta: Tensor) -> Tensor:
     """Estimate KL(q || p) from samples of q without bias; the estimate is never negative.
 
-    k3 = exp(delta) - 1 - delta, delta = log p - log q.   Source: Schulman 2020, "Approximating KL
-    divergence" (deviations: `expm1` in float64, because float32 loses every digit of a small delta;
-    delta is bounded by 20, without gradient above). Averaged over samples of q, the gradient of k3
-    for log q is the gradient of KL(p || q), the other direction. For rewards,
+    k3 = exp(delta) - 1 - delta, with delta = log p - log q. Only the value is unbiased: averaged
+    over samples of q, the gradient with respect to log q is the gradient of KL(p || q).
     `actors.merge.groups.kl_rewards` has the same formula in NumPy.
+    Source: Schulman 2020, "Approximating KL divergence". Deviations: delta is bounded by 20, and
+    has no gradient above 20; `expm1` in float64, as float32 loses every digit of a small delta.
 
     Returns: float64, nats.    Example: k3(ln 2) = 1 - ln 2 = .306853
     """
@@ -83,11 +84,11 @@ def corrected_reference_kl(
 ) -> Tensor:
     """Estimate KL(current || reference) from tokens that another policy sampled.
 
-    The estimate is r k, with r = exp(current - behaviour). For k1 and k3, r has a gradient too, so
-    that the estimate and its gradient are both unbiased. k2 is biased and is used only for its
-    gradient, so its weight is sg[r], which has no gradient.
-    Source: DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate", for r k3 (deviation: the
-    denominator is the behaviour policy).
+    The estimate is r k, with the importance ratio r = exp(current - behaviour). For k1 and k3, the
+    gradient also flows through r, so that value and gradient are unbiased. For k2, it does not
+    flow through r, because only the gradient of k2 is unbiased.
+    Source: DeepSeek-V3.2, arXiv 2512.02556, "Unbiased KL Estimate", for r k3. Deviation: r divides
+    by the behaviour policy's probability.
 
     Args: all [M] float32, nats.    Returns: [M] float64, nats.
     Example: current ln .5, reference ln .25, behaviour ln .25, k1 -> 2 ln 2

@@ -24,9 +24,10 @@ _PACKAGES = ("torch", "transformers", "tokenizers")
 
 
 def build_name(*, seed: int, tie_word_embeddings: bool, warmup_steps: int) -> str:
-    """Return a name for the model that a build with these settings makes in this installation.
+    """Return the name under which a tiny model with these settings is cached.
 
-    The name changes with the sources of the build and the versions of its packages.
+    The name changes with the source code of the build and the versions of the packages that the
+    build uses, so that no outdated model is used.
     """
     digest = hashlib.sha256(repr((seed, tie_word_embeddings, warmup_steps)).encode())
     digest.update(repr([(package, version(package)) for package in _PACKAGES]).encode())

@@ -59,14 +59,14 @@ def build_tiny_model(
     tie_word_embeddings: bool = True,
     warmup_steps: int = WARMUP_STEPS,
 ) -> bool:
-    """Write a Hugging Face directory that transformers and vLLM can load.
+    """Write a tiny model to a Hugging Face directory, which transformers and vLLM can load.
 
-    A directory that already holds the same model is left as it is; one that holds another tiny
-    model is replaced.
+    A tiny model with other settings that is in the directory is replaced.
 
-    Args: seed: of the initialisation and of the warm-up's conversations. warmup_steps: 0 keeps the
-    random initialisation, whose answers are noise.
-    Returns: whether the directory held this model already.
+    Args:
+        seed: The seed of the initial weights and of the conversations for the warm-up.
+        warmup_steps: The number of training steps; 0 keeps the random weights.
+    Returns: True if the directory already had a model with these settings, and was left unchanged.
     Raises: FileExistsError if the directory holds anything but a tiny model.
     """
     if warmup_steps < 0:
@@ -136,7 +136,7 @@ def _write_model(
     seed: int,
     tie_word_embeddings: bool,
 ) -> dict[str, Any]:
-    """Create, warm up and save the model; return the report for its marker file."""
+    """Create, warm up and save the model; return its size and its losses, as a report."""
     tokenizer = build_tokenizer()
     config = tiny_config(tokenizer, tie_word_embeddings=tie_word_embeddings)
     model = Qwen3ForCausalLM(config)

@@ -218,7 +218,10 @@ def _user(content: list[Any], where: str) -> Iterator[Message]:
 
 
 def _shown_error(result: str) -> str:
-    """Mark the result of a failed call, because a chat template has no field for a failure."""
+    """Return a failed call's result with the prefix "Error: ", so that the policy sees the failure.
+
+    A chat template has no field for a failure.
+    """
     return result if result.startswith(_ERROR) else f"{_ERROR}{result}"
 
 

@@ -1,12 +1,14 @@
 """Confine a process for good, so that it can read files and do little else.
 
-Two barriers keep a confined process from the network; at least one is required. A filter of system
-calls (seccomp; x86-64 and AArch64) allows the calls that reading needs and refuses all others:
-sockets, new processes and programs, signals, opening a file to write. An empty network namespace is
-added if the kernel grants one: to root with CAP_SYS_ADMIN, or to users that may create user
-namespaces. Limits of the kernel bound memory, processor time, open files and the size of files.
-Called by the programs of this package before they read anything that others wrote. This module uses
-only the standard library.
+Two barriers keep a confined process from the network; at least one is required:
+- A filter of system calls (seccomp; x86-64 and AArch64) allows the calls that reading needs and
+  refuses all others: sockets, new processes and programs, signals, opening a file to write.
+- An empty network namespace. The kernel grants one to root with CAP_SYS_ADMIN, and to users that
+  may create user namespaces.
+
+Limits of the kernel bound memory, processor time, open files and the size of files. The programs of
+this package confine themselves before they read anything that others wrote. This module uses only
+the standard library.
 """
 
 from __future__ import annotations
