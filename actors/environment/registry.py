@@ -152,7 +152,7 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return False for a TypedDict, whose values are plain dicts; True for any other options class."""
+    """Return False for a TypedDict, whose values are plain dicts; True for other option classes."""
     return not issubclass(section, dict)
 
 

@@ -75,8 +75,8 @@ def check_versions(
         )
     if max_policy_age is not None and age > max_policy_age:
         raise PolicyTooOld(
-            f"trainer: the oldest token is {age} training steps old, expected at most {max_policy_age}; "
-            "admission let a group in too early"
+            f"trainer: the oldest token is {age} training steps old, expected at most "
+            f"{max_policy_age}; admission let a group in too early"
         )
 
 

@@ -52,7 +52,9 @@ class EvictionReason(StrEnum):
         Raises: ValueError for `completed`, because a completed trajectory is never dropped.
         """
         if outcome is Outcome.COMPLETED:
-            raise ValueError("ledger: got a completed trajectory, expected one with another outcome, which may be dropped")
+            raise ValueError(
+                "ledger: got a completed trajectory, which cannot be dropped; train it"
+            )
         return cls(outcome.value)
 
 

@@ -104,7 +104,12 @@ def _printed(arguments: object) -> tuple[str, ...]:
     Google's ADK shows a call of another agent with repr.
     """
     compact = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    return json.dumps(arguments, ensure_ascii=False), json.dumps(arguments), compact, repr(arguments)
+    return (
+        json.dumps(arguments, ensure_ascii=False),
+        json.dumps(arguments),
+        compact,
+        repr(arguments),
+    )
 
 
 def _strings(value: object, *, all_values: bool = False) -> Iterator[str]:
