@@ -129,21 +129,24 @@ def page(verdicts: dict[str, Verdict], *, untried: list[str]) -> str:
 _KINDS = (PASSES, REFUSED, DIFFERS, FAILED)
 _PAGE = """# Families of models
 
-Written by `make proof PART=families`; do not edit. This page
-shows which families of models Rayloom can train and serve. To check your own model:
+Written by `make proof PART=families`; do not edit. This page shows which families of models Rayloom
+can train and serve. To check your own model:
 
 ```console
 $ rayloom check CONFIG --model DIR
 ```
 
 Each family that both transformers {transformers} and vLLM {vllm} have was tried as a tiny model
-with random weights on CPU (torch {torch}), in float32 unless its name says otherwise. First came
-the checks before a start, then three training steps, each published through Rayloom's own weight
-transfer. After each publication the engine's log-probabilities were compared with the trainer's,
-for a text of 384 tokens at temperature 1 and for sampled tokens at 1 and 0.7. A family passes in
-float32 if the mean difference is at most 1e-4 nats and no difference is above 1e-2, and in bfloat16
-if the mean is at most 0.1. A family that is refused is refused with the error below, before
-anything starts.
+with random weights on the CPU (torch {torch}), in float32 unless its name says otherwise:
+
+1. The checks of `rayloom check` ran. If they failed, the family is *refused*: a run with such a
+   model ends with the error in the table, before anything starts.
+2. The model was trained for three steps. After each step the weights were published to the engine.
+3. After each publication the engine's log-probabilities were compared with the trainer's: for a
+   text of 384 tokens at temperature 1, and for sampled tokens at temperatures 1 and 0.7.
+
+In float32 a family *passes* if the mean difference is at most 1e-4 nats and no difference is above
+1e-2. In bfloat16 it passes if the mean difference is at most 0.1.
 
 {total} rows: {passes} pass, {refused} are refused, none differs.
 
