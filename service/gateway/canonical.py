@@ -47,7 +47,6 @@ def links_of(
 
     The link of a tool's result also has the index of the call that it answers: the newest call with
     the result's id. If the last reply has several calls with one id, results answer them in order.
-
     Args: after: key of the message before `messages`. num_calls: number of tool calls before
     `messages`. call_before: takes an id, and returns the index of the newest call with this id
     before `messages`, or None.
