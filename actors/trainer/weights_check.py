@@ -40,9 +40,9 @@ def check_weights(
     """Compare the headers of a model's files with the parameters of its configuration.
 
     Args:
-        is_served: Whether engines load the model too. If they do, and config.json ties the head to
-            the embedding, a head in the files must equal the embedding in the files. Otherwise
-            transformers would use the stored head, and vLLM would use the embedding.
+        is_served: Whether vLLM loads the model too. Then a head in the files must equal the
+            embedding if config.json ties the two, because vLLM ignores the head in this case, and
+            transformers does not.
         has_head: False for a critic, of which only the body is read.
     Raises: NotImplementedError if the files do not fit the configuration, or if transformers and
         vLLM would read different files.

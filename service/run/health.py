@@ -244,9 +244,9 @@ class EngineWatch:
     """Counts the engines that are lost or come back, and measures for how long some are missing.
 
     Only engines that have had the current version are counted. An engine is lost if the weight
-    board, the actor that publishes weights, no longer lists it. An engine that the user's request
-    for fewer engines stopped is not lost. An engine that restarts has a new name. Therefore, while
-    lost engines are missing, a new engine counts as one that is back.
+    board, the actor that publishes weights, no longer lists it. An engine that was stopped because
+    the user requested fewer engines is not lost. An engine that restarts has a new name. Therefore,
+    while lost engines are missing, a new engine counts as one that is back.
 
     num_expected: starts as the requested number of engines, rises when more engines appear, and
     falls when engines are stopped on request. num_current: number of engines that have the current

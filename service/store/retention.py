@@ -9,12 +9,12 @@ changes when rows are removed.
   `run.keep_best`, and the `milestones`. A run can go back only to these kept checkpoints.
 - Step records are kept for the first 5 steps, the newest 256 steps, the steps of the journal, the
   steps since the oldest of the newest `run.keep_checkpoints` checkpoints, and the step of each kept
-  checkpoint. Of the older steps, every (2^k)-th is kept, with the smallest k for which at most 257
-  are kept. The same rules hold for evaluations.
+  checkpoint. Older steps are thinned out: one of every 2^k steps is kept. k is the smallest number
+  for which at most 257 of them remain. The same rules hold for evaluations.
 - Ledger events are kept for the steps after the oldest kept checkpoint, and for the steps of the
-  journal, which `inspect --audit` compares with the events. Events of the
-  `algorithm.max_policy_age` steps before these steps are kept too, because a group may be admitted
-  this number of versions before its step.
+  journal, which `inspect --audit` compares with the events. Events of
+  `algorithm.max_policy_age` earlier steps are kept too, because a group may be admitted up to that
+  number of versions before its step.
 """
 
 from __future__ import annotations
@@ -37,19 +37,16 @@ OLDER_STEPS = 256
 
 
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
-    """Return the steps whose checkpoints to keep, so that one of them is from before a collapse.
-
-    - If a collapse of the reward is suspected: the newest step that is at least SLOW_STEPS before
-      `collapsed_since`; if there is none, the oldest step.
-    - Otherwise two steps. The first is the milestone: the newest step that is at least
-      MILESTONE_STEPS before `steps[0]`. The second is the oldest step after the milestone; this
-      step will be the next milestone.
-    - If no step is old enough for a milestone: the oldest step; no step if `steps[0]` is less than
-      MILESTONE_STEPS.
+    """Return the steps whose checkpoints to keep, so that one is from before a collapse of reward.
 
     Args: steps: steps of checkpoints, newest first, at least one. collapsed_since: first step of a
     suspected collapse; None if no collapse is suspected.
-    Example: milestones([110, 105, 95, 80], collapsed_since=None) -> {80, 95}
+
+    Examples, with MILESTONE_STEPS 20 and SLOW_STEPS 10:
+        ([110, 105, 95, 80], None) -> {80, 95}  # 80 is at least 20 steps old; 95 will be the next
+        ([25, 15, 10], None) -> {10}            # no step is 20 steps old; keep the oldest
+        ([15, 10], None) -> {}                  # no collapse is detected before step 20
+        ([110, 105, 95, 80], 107) -> {95}       # at least 10 steps before the collapse, else oldest
     """
     if collapsed_since is not None:
         before = [step for step in steps if step <= collapsed_since - SLOW_STEPS]
@@ -110,8 +107,8 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
     """Remove the rows of all checkpoints except those with the ids `kept`.
 
-    If a term continued from a checkpoint, its row stays, because it shows the lineage. Only its
-    queue snapshot, totals and curriculum are removed.
+    If the run has continued from a checkpoint, the checkpoint's row stays, because the row shows
+    the lineage. Only the row's queue snapshot, totals and curriculum are removed.
     """
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)
