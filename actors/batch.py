@@ -149,8 +149,8 @@ micro-batches. Every rank has the same number of micro-batches.
 class ValueRow:
     """A row on which the critic is trained, with the old and the target value of each state.
 
-    Each trained token m has a state, the context in which the token was sampled: the tokens on the
-    path from the root to row.loss_positions[m].
+    The state of a trained token is the token's context: all tokens before it in its sample. The
+    last token of the m-th state is at row.loss_positions[m].
     """
 
     row: MicroBatch

@@ -56,10 +56,10 @@ class DummyChat:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: Ending) -> str:
-        """Return the last text of the chat; in a rendering, new messages begin after this text.
+        """Return the last text of the chat, after which new messages begin in a rendering.
 
-        The text occurs once in the chat. It is the last argument of the reply's calls. Without
-        calls it is the reply's content.
+        This text is the argument of the reply's last call, or the content of a reply without calls.
+        The text occurs once in the chat. ending: the parts of the reply, as passed to `chat`.
         """
         return self.argument if ending.call_names else self.content
 

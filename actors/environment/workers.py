@@ -85,15 +85,16 @@ class Pool:
     """Worker processes, which are started when calls need them.
 
     Calls that find no idle worker start up to two workers for each core. If calls still wait
-    although cores are idle, they start more. Instances (`Home`) have their own workers.
+    although cores are idle, they start more. Objects that keep state between the calls of an
+    episode live in separate workers (`home`).
     """
 
     def __init__(self, *, size: int = 64, memory_mib: int = 4096) -> None:
         """Create a pool without starting a process.
 
         Args:
-            size: Maximum number of workers of each sort. The three sorts serve single calls,
-                homes whose functions are coroutines, and other homes (`Home`).
+            size: Maximum number of workers for single calls. The same maximum holds for
+                the workers of `home(is_loop=True)`, and for those of `home(is_loop=False)`.
             memory_mib: Memory in MiB that a worker may use in addition to the memory of the
                 imported modules; 0 means no limit.
         """

@@ -231,7 +231,10 @@ class WeightBoard:
         self._board.starting(replica_id, work=0.0, now=self._clock())
 
     async def starting(self, replica_id: str, work: float) -> None:
-        """Record that a replica is still starting. work: grows while the start makes progress."""
+        """Record that a replica is still starting, and how much work its start has done.
+
+        work: CPU seconds plus MiB read. The number stops growing if the start hangs.
+        """
         self._board.starting(replica_id, work=work, now=self._clock())
 
     async def started(self, replica_id: str, stages: StartStages) -> None:

@@ -384,7 +384,7 @@ class Publisher:
     def _next_text(self, text: CheckText) -> CheckText:
         """Return the part of the check text that is used to check the current publication.
 
-        - If the last check found too large a difference: the same part again, however long it takes.
+        - If the last check found too large a difference: the same part again, whatever that costs.
         - If there is time for a long check: the end of the text, but the whole text once in
           `check_every` publications.
         - If there is only time for a short check: the beginning of the text.

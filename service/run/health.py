@@ -424,11 +424,11 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """Record a step's log-probability check for `check_logprobs`; return a notice if it failed.
+        """Record the log-probability check after a step; return a notice if the check failed.
 
-        check: the check after the step's publication; None if no engine answered, which changes
-        nothing. A check fails if it exceeds its bound.
-        Returns: the notice; an empty text if the check did not fail.
+        `check_logprobs` uses the record. A check fails if it exceeds its bound. If no engine
+        answered, `check` is None, and nothing is recorded.
+        Returns: the notice; an empty text if there is none.
         """
         if check is None:
             return ""

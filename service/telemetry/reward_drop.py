@@ -159,8 +159,8 @@ def _onset(steps: Sequence[_Step], border: float) -> int:
     below `border` by the largest sum.
     Example: mean returns [5, 5, 1, 1] of steps 1 to 4, border 4 -> step 3
     """
-    # The search begins earlier than the level's fall: a level, a mean over several steps, falls later
-    # than the means of single steps.
+    # Begin the search before the fall of the level: a level is a mean over several steps, and falls
+    # later than the means of single steps.
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
     below, most, since = 0.0, -math.inf, steps[-1].number
