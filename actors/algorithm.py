@@ -72,12 +72,12 @@ def learning_rate_at(
     The rate depends only on the arguments, so a checkpoint needs no state of a scheduler.
     - Warm-up: rate = learning_rate (num_updates + 1) / warmup_updates.
     - Afterwards: rate = learning_rate (m + (1 - m) f), with m = min_ratio. The factor f is 1
-      (constant), 1 - p (linear, wsd) or (1 + cos(pi p)) / 2 (cosine). During the decay p rises
-      linearly from 0 to 1. The decay lasts from the end of the warm-up to update `updates`; with
-      wsd, it begins only `decay_updates` before its end.
+      (constant), 1 - p (linear, wsd) or (1 + cos(pi p)) / 2 (cosine).
+    - Decay: p rises linearly from 0 to 1. The decay begins at the end of the warm-up, or with wsd
+      at update `updates - decay_updates`. The decay ends at update `updates`.
 
-    Source: transformers' `get_scheduler`. Deviations: the first update of transformers' warm-up has
-    rate 0. With wsd, transformers' warm-up begins at the minimum rate.
+    Source: transformers' `get_scheduler`. Deviation: here the warm-up begins at
+    learning_rate / warmup_updates; in transformers it begins at 0, or with wsd at the minimum rate.
 
     Args: schedule: `updates` must be set unless the kind is constant.
     Examples, with learning_rate 1 and warmup_updates 4: constant -> .25, .5, .75, 1, 1, …;

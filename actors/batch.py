@@ -147,10 +147,10 @@ micro-batches. Every rank has the same number of micro-batches.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueRow:
-    """A row on which the critic is trained, with the old and the wanted value of each state.
+    """A row on which the critic is trained, with the old and the target value of each state.
 
-    A state is what precedes a trained token. The state of trained token m consists of the tokens on
-    the path from the root to row.loss_positions[m].
+    The state of a trained token is the token's context: all tokens before it in its sample. The
+    last token of the m-th state is at row.loss_positions[m].
     """
 
     row: MicroBatch

@@ -58,7 +58,7 @@ def newest_kept(sampled: Int32s) -> int:
 
 
 def undone_after(term: int, first_versions: Mapping[int, int]) -> int | None:
-    """Return the newest version that the terms after `term` kept; None if `term` is the newest.
+    """Return the version after which all versions of `term` are undone; None for the newest term.
 
     Each start or recovery of a run begins a new term. The new term continues from a version, and
     undoes all later versions of the earlier terms.

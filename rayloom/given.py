@@ -44,9 +44,10 @@ WEIGHTED = ("reward", "group_reward")
 
 
 def listed(given: Given, *, what: str) -> list[Named]:
-    """Return the functions of an argument as a list, without their weights.
+    """Return the functions that were given for an argument, as a list.
 
     what: name of the argument, for errors. Raises: ConfigError if the argument has another form.
+    Example: a mapping from functions to weights, {exact: 1.0, brief: 0.2} -> [exact, brief]
     """
     if isinstance(given, str) or callable(given):
         return [given]
@@ -68,11 +69,11 @@ def _expected(what: str) -> str:
 def name_of(
     function: Named, store: Path, *, what: str, others: Collection[str] = frozenset()
 ) -> str:
-    """Return the name by which a run can import a function or a class.
+    """Return the name MODULE:NAME by which a run can import a function or a class.
 
-    If there is no such name, the object is first stored in `store`. If one of the `others` (such as
-    module:score) then has its name, a number is added, such as score_2. what: name of the argument
-    that contains the object, for errors.
+    If the object has no such name, it is first stored in a new module in `store`.
+    Args: what: name of the argument that contains the object, for errors. others: names that are
+    taken, such as module:score; another stored function `score` then gets the name score_2.
     Raises: ConfigError if the object cannot be stored, or if it uses a module that the run would
     import from another file.
     """
@@ -134,7 +135,10 @@ def _check_files(modules: Iterable[str], *, what: str) -> None:
 
 
 def _found_by_run(module: str, path: list[str]) -> str | None:
-    """Return the file from which an import path gives a module; None if it is not found."""
+    """Return the file that `import module` would load; None if it is not found.
+
+    path: the directories in which to search, like sys.path.
+    """
     spec, name = None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
@@ -376,10 +380,10 @@ def _records(frame: Any) -> Any:
 
 
 def _as_plain(row: Any, where: str, left_out: set[str]) -> dict[str, Any]:
-    """Return a row with its values as JSON, converted as `read_data_set` converts those of files.
+    """Return a row with its values as JSON, converted like the rows of files (`read_data_set`).
 
-    where: the row's name in error texts. left_out: the names of columns that hold bytes are added
-    to it. Raises: ConfigError.
+    where: the row's name in error texts. left_out: a set to which the names of columns with bytes
+    are added. Raises: ConfigError.
     """
     # The import takes a second, which only a call with rows needs.
     from actors.environment.data_sets import CHAT, as_json, has_bytes, without_nulls

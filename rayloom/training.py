@@ -354,9 +354,10 @@ def _is_whole(settings: Mapping[Any, Any], path: str) -> bool:
 
 
 def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
-    """Return the command's argument that sets the functions' weights. Raises: ConfigError.
+    """Return the argument of `rayloom train` that sets the weights of the reward functions.
 
-    what: the key of the setting in `tasks.options`, "reward" or "group_reward".
+    what: "reward" or "group_reward". Raises: ConfigError.
+    Example: ("reward", ["a", "b"], [1, 2]) -> "--set=tasks.options.reward={a: 1, b: 2}"
     """
     if len(set(names)) < len(names):
         raise ConfigError(f"{what}: got {', '.join(names)}, expected each function once")

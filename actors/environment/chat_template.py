@@ -386,10 +386,9 @@ def _answers(
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
     """Split a chat after each assistant message, and find the calls that each part may answer.
 
-    A part may answer the calls of all assistant messages that are directly before the part.
+    If several assistant messages in a row precede a part, it may answer the calls of each of them.
     Args: calls: id and name of each call in the message before `messages`.
-    Yields: (calls, messages of the part, number of the calls that are not of the last assistant
-        message before the part).
+    Yields: (calls, messages of the part, number of calls from the earlier messages of this row).
     Example: assistant message A (call a), assistant message B (call b), result R
         -> ((), [A], 0), ((a,), [B], 0), ((a, b), [R], 1)
     """
@@ -411,8 +410,11 @@ def _paired(
 
     A result answers the call that has the result's id. If several calls have this id, their results
     are taken in order. Then each result without an id answers the first call that has no result.
-    Ids of results are ignored if no call has an id. They are also ignored if none of them is known
-    but there is one result for each call: calls (a, b), results (x, y) -> x answers a, y answers b.
+
+    If no call has an id, the results' ids are ignored. The results' ids are also ignored if no call
+    has any of these ids, and there are as many results as calls.
+    Example: calls (a, b), results (x, y) -> x answers a, y answers b.
+
     Returns: the result of each call, by the call's index; and all other messages, in order.
     """
     indices: dict[str, list[int]] = {}

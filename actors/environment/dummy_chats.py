@@ -1,8 +1,9 @@
 """Invented ("dummy") chats, with which `rendering` finds the tokens of new messages.
 
-`rendering` renders the new messages after a dummy chat; their tokens are what follows the chat. The
-last reply of a dummy chat has the same parts as the real reply: text, a thought, or calls with the
-same names and ids. A template may read these parts when it renders the messages after the reply.
+`rendering` renders a dummy chat with the new messages at its end. The tokens after the chat are the
+tokens of the new messages. The last reply of a dummy chat has the same parts as the real reply:
+text, a thought, or calls with the same names and ids. A template may read these parts when it
+renders the messages after the reply.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class DummyChat:
         return (*_answered_calls(called_before), *self.before, reply)
 
     def mark(self, ending: Ending) -> str:
-        """Return the chat's last text, which marks where new messages begin in a rendering.
+        """Return the last text of the chat, after which new messages begin in a rendering.
 
-        The text is the last argument of the reply's calls or, without calls, the reply's content.
-        It occurs once in the chat.
+        This text is the argument of the reply's last call, or the content of a reply without calls.
+        The text occurs once in the chat. ending: the parts of the reply, as passed to `chat`.
         """
         return self.argument if ending.call_names else self.content
 

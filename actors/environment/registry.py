@@ -152,7 +152,10 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return False for a TypedDict, whose values are plain dicts; True for other option classes."""
+    """Return whether the values of a class of options are objects of that class.
+
+    False for a TypedDict, whose values are plain dicts.
+    """
     return not issubclass(section, dict)
 
 

@@ -328,7 +328,7 @@ class ChatRenderer:
             raise RenderError(f"chat template: it does not show {each}; {remedy}")
 
     def _switches(self, said: Said, text: str) -> Iterator[str]:
-        """Yield advice about each word, such as `/no_think`, that switches the mode."""
+        """Yield advice on each switch in a text that the template removes, such as `/no_think`."""
         for part in said.texts:
             for word in _SWITCH.findall(part):
                 if word in self.template.source and holds(text, part.replace(word, " ")):

@@ -1,4 +1,4 @@
-"""Run a server for a process, and end all of the server's processes when either of them ends.
+"""Run a server for another process, and end all processes of the server when one of the two ends.
 
     python -I -S server_keeper.py PID COMMAND...
 

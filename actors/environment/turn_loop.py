@@ -96,9 +96,9 @@ async def play_episode(
         make_environment: Makes the environment, in one call. If this call fails, the outcome is an
             environment error.
         max_context_tokens: The engine's limit on prompt and reply together.
-        keeps_last_observation: Whether an observation that fills the context, and so ends the
-            episode, is appended to the sample, cut to the context's length. A critic can then
-            bootstrap from this state.
+        keeps_last_observation: Whether to append the last observation to the sample if it leaves
+            no room for a reply. The sample is cut to the context's length. A critic can then
+            bootstrap from the last state.
         kept: Limits which tokens may be sampled in an evaluation. None allows every token.
     """
     # The environment, its tools and its reward functions read these in the episode's context.

@@ -58,7 +58,7 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return what a user should do who wrote a name with an absolute path, for the error's text.
+    """Return a remedy for the text of the error about a name with an absolute path.
 
     directory: the working directory.
     Example: _below(Path("/home/a"), "/home/a/my.py:score") -> "; write 'my.py:score'"

@@ -84,16 +84,17 @@ def is_contained(name: str) -> bool:
 class Pool:
     """Worker processes, which are started when calls need them.
 
-    Waiting calls start up to two workers for each core. More workers start only if calls wait while
-    cores are free. Instances (`Home`) have their own workers.
+    Calls that find no idle worker start up to two workers for each core. If calls still wait
+    although cores are idle, they start more. Objects that keep state between the calls of an
+    episode live in separate workers (`home`).
     """
 
     def __init__(self, *, size: int = 64, memory_mib: int = 4096) -> None:
         """Create a pool without starting a process.
 
         Args:
-            size: Maximum number of workers of each sort: for single calls, for instances with
-                coroutines, and for other instances.
+            size: Maximum number of workers for single calls. The same maximum holds for
+                the workers of `home(is_loop=True)`, and for those of `home(is_loop=False)`.
             memory_mib: Memory in MiB that a worker may use in addition to the memory of the
                 imported modules; 0 means no limit.
         """
@@ -192,7 +193,8 @@ class Pool:
     def is_outdated(self) -> bool:
         """Whether the pool is idle and the import path has changed since the pool started.
 
-        The pool may then import other modules than this process would.
+        Such a pool should be replaced: its workers may import modules from other places than this
+        process.
         """
         is_idle = not any(each.answers or each.num_homes for each in self._workers.values())
         is_idle = is_idle and not self._waiting
@@ -295,9 +297,11 @@ class Pool:
         named: str,
         keeps: bool,
     ) -> Any:
-        """Call a function in the worker of a `Home`, and return the function's answer.
+        """Call a function in the worker of a `Home`; return the function's answer, or its key.
 
-        If `keeps` is true, return the key under which the worker keeps the answer.
+        Args:
+            named: Name of the function, for messages.
+            keeps: Whether the worker keeps the answer; then return the key of the kept answer.
         """
         number = next(self._numbers)
         ask = partial(self._ask, worker, target, arguments, named=named, keeps=keeps, number=number)
@@ -419,7 +423,7 @@ class Pool:
     def _attach(self) -> None:
         """Make the running event loop read the sockets of the workers and of the fork server.
 
-        Calls that another event loop began have ended with that loop; their workers are killed.
+        If another event loop ran before, its calls have ended with it. Kill their workers.
         """
         loop = asyncio.get_running_loop()
         if self._loop is loop:

@@ -238,11 +238,10 @@ def write_file(directory: Path, step: JournalStep) -> Path:
 
 
 def prune(directory: Path, *, newest: int, keep_steps: int, keep_bytes: int) -> None:
-    """Remove the files of old steps, and the oldest files above a limit on their total size.
+    """Remove the files of old steps, and the oldest files until at most keep_bytes remain.
 
-    A file is removed if its step is at most newest - keep_steps, or if it and all newer files have
-    more than keep_bytes together. The files of the step `newest` are kept, however large they are.
-    Raises: OSError if a file cannot be removed.
+    A step is old if it is at most newest - keep_steps. The files of the step `newest` are kept,
+    however large they are. Raises: OSError if a file cannot be removed.
     """
     num_bytes = 0
     for file in reversed(list_files(directory)):

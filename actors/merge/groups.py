@@ -1,13 +1,14 @@
 """The first stage of a step: decode trajectories, adjust rewards, and decide what is trained.
 
-`classify` makes a `Member` of each trajectory, and decides whether it counts in its group's
-baseline and in the loss. The environment's rules for outcomes (`actors.outcomes`) decide this. A
-member that is not in the loss has a reason. Pure; called by the merge actor.
+`classify` makes a `Member` of each trajectory. The environment's rules for outcomes
+(`actors.outcomes`) decide whether the member counts in its group's baseline, and whether it counts
+in the loss. A member that is not in the loss has a reason. The functions are pure; the merge actor
+calls them.
 
-Rewards are adjusted in this order:
+Rewards are adjusted in this order. Steps 1 and 2 change the last turn's reward.
 1. `shaped_rewards` clips the return, and subtracts the penalties for an overlong trajectory and for
-   a missing end token, both from the last turn's reward.
-2. `classify` applies the outcome's rule, also to the last turn's reward.
+   a missing end token.
+2. `classify` applies the rule for the outcome.
 3. `charge_kl` subtracts the KL of each token, after a reference has scored the samples.
 Group statistics use the adjusted rewards; the trajectory keeps the environment's own rewards.
 """
@@ -281,8 +282,8 @@ def clip_return(rewards: NDArray[np.float64], *, low: float, high: float) -> NDA
     Source: Mnih et al. 2015, Methods. Deviation: they clip each reward. Here the return is clipped,
         because a group compares returns, which do not depend on the turn that a reward belongs to.
 
-    If the rewards are so large that the difference would be lost in rounding, the last turn gets
-    the whole clipped return, and the other turns get 0.
+    If rounding would make the clipped return inexact (large rewards), the last turn gets the whole
+    clipped return, and the other turns get 0.
 
     Args: rewards: [K] float.    Returns: [K] float64.
     Example: clip_return([1, 3], low=-2, high=2) -> [1, 1]
@@ -322,7 +323,7 @@ def is_end_missing(trajectory: Trajectory) -> bool:
 
 
 def charge_kl(member: Member, kl: KlRewardSettings) -> Member:
-    """Compute the KL rewards of a member's trained tokens, and add the sum to the member's returns.
+    """Return the member with the KL rewards of its trained tokens added to its returns.
 
     Args: member: must be in its group's baseline and have a reference's scores.
     """
@@ -350,12 +351,12 @@ def kl_rewards(
     """Return the negated KL penalty of each sampled token, which is added to its reward.
 
     The result is -beta k. With d = log p_ref - log p, the estimate k is k1 = -d, or
-    k3 = exp(d) - 1 - d, in which d is at most 20. In the reward, k1 gives the policy the gradient
-    of the KL; k3 does not.
+    k3 = exp(d) - 1 - d, in which d is at most 20. With k1 in the reward, the policy gradient
+    includes the gradient of the KL; with k3 it does not.
     Source: Ziegler et al. 2019, arXiv 1909.08593, equation 2 (k1); Schulman 2020, "Approximating KL
         divergence" (k3; deviation: the bound on d).
 
-    Args: logprobs: [M] float32, nats, of the penalised policy (behaviour or current).
+    Args: logprobs: [M] float32, nats, by the policy that is penalised.
     reference_logprobs: [M] float32, nats, of the same tokens.
     Returns: [M] float64, to be added to the rewards.
     Example: log p = 0, log p_ref = -ln 2, beta 1: k1 -> -.693147; k3 -> -.193147

@@ -118,13 +118,13 @@ def row_experts(
 ) -> tuple[ExpertRecords | None, int]:
     """Choose the expert record of each token of a row, from the records of the row's samples.
 
-    Samples that are equal up to a token get the same record for the token, from the first of these
-    samples that has one. This holds for rows without shared prefixes too, so that training does not
-    depend on whether prefixes are shared.
+    Samples that begin with the same tokens get the same records for these tokens. The record of a
+    token comes from the first of these samples that recorded the token. This holds for rows without
+    shared prefixes too, so that training does not depend on whether prefixes are shared.
 
     Args: forest: from `build_forest` or `build_flat` of the same samples.
-    Returns: the row's records, None if no sample has any; and the number of samples' records that
-        were replaced by a record with other experts.
+    Returns: the row's records, None if no sample has any; and the number of records that were not
+        chosen and have other experts than the chosen record of their token.
     Example: sample [1, 2, 3] has record a for token 2. Sample [1, 2, 4] has record b for token 2
         and record c for token 4. In the forest [1, 2, 3, 4], the row's records are a at
         position 1 and c at position 3. The number is 1 if b differs from a, otherwise 0.

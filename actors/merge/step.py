@@ -183,10 +183,10 @@ def weigh_updates(
 ) -> list[list[list[WeightedSample]]]:
     """Split the trained members into the step's updates, and weight their tokens.
 
-    A token's weight is 1 divided by a number, such as the number of the update's tokens
-    (`trajectory_weights`). This number includes members that are left out because all advantages of
-    their group are 0. `share_of` divides these members among the updates, in proportion to what
-    each update trains.
+    `trajectory_weights` computes the weights. Example: with the aggregation token_mean, each token
+    of an update has the weight 1 / D. D is the number of the update's tokens, plus a share of the
+    tokens that are left out because all advantages of their group are 0. `share_of` gives a larger
+    update a larger share.
 
     Args: members: all members of the step, in the step's order.
     Returns: [updates][trajectories of the update][samples of the trajectory]; samples without a

@@ -236,10 +236,10 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
-    """Make a model's small copy use longrope's long factors already in the check's short rows.
+    """Shorten a model copy's longrope limit, so that the check's short rows use the long factors.
 
-    The check then covers the long factors, which the model itself uses only in long rows. Nothing
-    changes if the model has another RoPE, or if the run's context never needs the long factors.
+    The model itself uses the long factors only in rows longer than the limit. Nothing changes if
+    the model has another RoPE, or if the run's context is not longer than the model's limit.
 
     Returns: the longest context of the copy.
     """

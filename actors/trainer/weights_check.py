@@ -40,9 +40,9 @@ def check_weights(
     """Compare the headers of a model's files with the parameters of its configuration.
 
     Args:
-        is_served: Whether engines load the model too. If they do, and config.json ties the head to
-            the embedding, a head in the files must equal the embedding in the files. Otherwise
-            transformers would use the stored head, and vLLM would use the embedding.
+        is_served: Whether vLLM loads the model too. If config.json ties the head to the embedding,
+            vLLM reads the embedding, and transformers reads the stored head. A served model is
+            therefore refused if the two differ.
         has_head: False for a critic, of which only the body is read.
     Raises: NotImplementedError if the files do not fit the configuration, or if transformers and
         vLLM would read different files.

@@ -174,7 +174,10 @@ class RolloutExchange:
         return assignments
 
     async def _begin_anew(self) -> None:
-        """Drop everything after the queue's death, and let the new queue hand the rollouts out."""
+        """Drop this actor's rollouts after the queue's death; the new queue hands them out again.
+
+        Raises: QueueUnreachable.
+        """
         self._num_deaths_seen += 1
         for task in self._plays:
             task.cancel()

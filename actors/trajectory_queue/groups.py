@@ -205,11 +205,12 @@ class Group:
         )
 
     def tokens_without_step(self, rollout: Rollout, reason: EvictionReason) -> TokenCounts:
-        """Count the sampled tokens of a finished attempt that will not be trained, by cause.
+        """Count the sampled tokens of a finished attempt that no step will train, by cause.
 
-        The cause is `reason`, with two exceptions. If the outcome policy masks the attempt (keeps
-        it out of the loss), the cause is MASKED or the outcome (see `token_cause`). The tokens of a
-        turn that a session left out of training count under the turn's `LeftOutReason`.
+        - Tokens of a turn that a session left out of training: the turn's `LeftOutReason`.
+        - Other tokens of an attempt that the outcome policy masks (keeps out of the loss): the
+          attempt's outcome, or MASKED if the attempt completed.
+        - All other tokens: `reason`.
         """
         summary = rollout.summary
         if summary is None:
@@ -442,7 +443,7 @@ class FailureCounter:
         self._last: tuple[Outcome, str, Task] | None = None
 
     def add_attempt(self, outcome: Outcome, *, detail: str, task: Task) -> None:
-        """Record an attempt that failed, or whose return cannot enter its group's baseline."""
+        """Record a failed attempt, or an attempt whose return is not in the group's baseline."""
         self._outcomes[outcome] += 1
         self._last = (outcome, detail, task)
 
@@ -489,7 +490,7 @@ class Refills:
     def claim(self, number: int, returns: Sequence[float]) -> bool:
         """Return whether a closed group must be replaced; if so, use up one refill of its number.
 
-        returns: the returns of the group's baseline.
+        returns: the rollouts' returns that enter the group's baseline.
         """
         used = self._counts.get(number, 0)
         if used >= self._limit or not are_equal(returns):

@@ -258,7 +258,7 @@ class QueueState:
         self._ledger.drop_tokens(untrained_tokens(summary, cause))
 
     def _release(self, rollout: Rollout) -> None:
-        """Let `drain` return a rollout's withheld summary, once the group is scored or evicted."""
+        """Let `drain` return a rollout's summary if it was withheld until the group is scored."""
         if (summary := self._withheld.pop(rollout.rollout_id, None)) is not None:
             self._summaries.append(summary)
 
@@ -414,8 +414,8 @@ class QueueState:
     def snapshot(self) -> QueueSnapshot:
         """Return the state from which a new queue can start, without the trajectories.
 
-        The new queue repeats the rollouts that no step has taken. Of these, the finished rollouts'
-        tokens count as dropped, except in durable environments.
+        The new queue repeats each rollout that no step has taken. If the rollout had finished, its
+        tokens count as dropped, except in a durable environment.
         """
         return QueueSnapshot(
             window=self._window.snapshot(),

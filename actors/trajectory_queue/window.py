@@ -220,9 +220,12 @@ def oldest_admitted_version(
     Tokens of this version or a newer one do not exceed the age bound. A session may have older
     tokens if a recovery gave the session's group a new number.
 
-    Args: num_ahead: the policy version minus the number of trained steps, when the term began (the
-        time from a start, recovery or return to a checkpoint to the next). republished: versions of
-        the term under which a step's weights were published again (`actors.policy_age`).
+    A term is the part of a run from a start, recovery or return to a checkpoint to the next.
+
+    Args:
+        num_ahead: Policy version minus number of trained steps, both at the beginning of the term.
+        republished: Versions of the term under which a step's weights were published again
+            (`actors.policy_age`).
     Example: groups_per_step=3, max_lag=1: groups 0 to 5 -> 0 (the initial weights), 6 to 8 -> 1;
         with num_ahead=2: group 8 -> 3
     """

@@ -184,11 +184,11 @@ class WeightBoard:
     async def form_group(
         self, term: int, version: int, store: str, timeout_s: float
     ) -> Seat | None:
-        """Form a group of replicas for a broadcast; called by the trainer, which sends the weights.
+        """Form a group of replicas to which the trainer broadcasts the weights.
 
-        Wait up to timeout_s for the first replica that requests to take part, and then up to
-        `INVITATION_S` for other replicas. After failed broadcasts, the group has only some of the
-        waiting replicas (`Board.seat`); the rest wait for the next group.
+        Wait up to timeout_s for the first replica that wants to take part, and then up to
+        `INVITATION_S` for the others. After failed broadcasts the group is smaller, so that a
+        faulty replica is found (`Board.seat`). The other replicas wait for the next group.
 
         Args: store: address at which the replicas meet the trainer, which has rank 0.
         Returns: the trainer's own place in the group; None if no replica takes part, or if
@@ -231,7 +231,10 @@ class WeightBoard:
         self._board.starting(replica_id, work=0.0, now=self._clock())
 
     async def starting(self, replica_id: str, work: float) -> None:
-        """Record that a replica is still starting. work: as for `Board.starting`."""
+        """Record that a replica is still starting, and how much work its start has done.
+
+        work: CPU seconds plus MiB read. The number stops growing if the start hangs.
+        """
         self._board.starting(replica_id, work=work, now=self._clock())
 
     async def started(self, replica_id: str, stages: StartStages) -> None:
@@ -250,10 +253,10 @@ class WeightBoard:
         """Record that a replica is alive and has (term, version), and return its next work.
 
         Args: num_workers: number of the processes of the replica's engine that take part in a
-            broadcast. is_held: whether the replica holds its turns. timeout_s: longest time to wait
-            for work.
-        Returns: a publication to load, or an order (`Board.next_for`); None if there was neither in
-            time.
+            broadcast. is_held: whether the replica has paused its turns. timeout_s: longest time
+            to wait for work.
+        Returns: a publication to load; True or False, the order to pause or to resume the turns;
+            None if there was no work in time.
         """
         timeout_s = min(timeout_s, MAX_POLL_S)
         deadline = self._clock() + timeout_s

@@ -412,9 +412,9 @@ class Board:
     def _settle(self, now: float) -> None:
         """Reset the measure of progress (`BoardStatus.quiet_s`), as after a publication or a load.
 
-        After a reset, a start or a load is progress only if it gets further than any other since
-        the reset. A replica that crashes in every start or load therefore soon makes no progress,
-        although Serve restarts the replica under another name.
+        A replica's start then counts as progress only while it gets further than all earlier starts
+        since the reset. Loads are compared in the same way. So a replica that always crashes soon
+        shows no progress, although Serve restarts the replica under new names.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0

@@ -34,12 +34,13 @@ ASKS_HEADER = "x-rayloom-asks"
 
 
 def asked_method(scope: Scope) -> str:
-    """Return the method of the request that `service.api.door` asks about; otherwise "".
+    """Return the method of the request that `service.api.door` asks about; "" if it does not ask.
 
-    Before `door` reads a large body, it sends OPTIONS with the headers of the request, to learn
-    whether the API would accept the request. `door` adds ASKS_HEADER with the request's method.
-    A client can also send ASKS_HEADER, but then only learns whether a request would be accepted.
-    If `door` asks, its value is the last one and counts. Without OPTIONS the header is ignored.
+    Before `door` reads a large body, it asks whether the API would accept the request. It sends
+    OPTIONS with the request's headers, and appends ASKS_HEADER with the request's method.
+
+    A client can send ASKS_HEADER too, but only learns whether a request would be accepted. If there
+    are several values, the last one counts, because `door` appends its value.
     """
     values = Headers(scope=scope).getlist(ASKS_HEADER)
     return values[-1] if values and scope["method"] == "OPTIONS" else ""

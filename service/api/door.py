@@ -83,10 +83,11 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """Return the ASGI messages with which the API refuses a request's headers; [] if accepted.
+        """Ask the API whether it accepts a request's headers; return the API's refusal, or [].
 
-        The API receives the request with the method OPTIONS and without a body. Other Serve
-        applications do not know this check, so their requests always count as accepted.
+        The API gets a copy of the request with the method OPTIONS and without a body. The refusal
+        consists of ASGI messages. Requests to other Serve applications always count as
+        accepted, because these applications do not answer the question.
         """
         asking = {
             **scope,

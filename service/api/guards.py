@@ -139,11 +139,12 @@ class Guards:
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
         """Check a request's headers, host and key; return None if all are accepted.
 
-        If a session's key is refused, return the answer of `app.state.check_session_key`.
+        A session's key is checked by `app.state.check_session_key`, which returns a refusal as a
+        response. Every other refusal is raised.
 
-        method: the method that the client sent. `scope` has OPTIONS instead if the module `door`
-        asks in advance whether a request with a large body would be accepted.
-        Raises: Problem for every other refusal; RunUnavailable if the keys cannot be read.
+        method: method of the request whose key is checked. This differs from the method in `scope`
+        if the module `door` asks with OPTIONS whether the request would be accepted.
+        Raises: Problem; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]
         _check_headers(scope["headers"])

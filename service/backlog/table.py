@@ -153,9 +153,9 @@ class SubmissionTable:
         """Return the submission id and the result with which the feed reports an event to clients.
 
         The result is None if no attempt of the rollout has ended. Return None instead of the pair
-        for an event that the feed leaves out: the rollout was submitted by no client, or the event
-        admits a rollout of a submission that was already admitted. Record the event first
-        (`note_events`).
+        if the feed does not report the event. The feed does not report rollouts that no client
+        submitted. Of a submission's admission events, the feed reports only the first. Record the
+        event first (`note_events`).
         """
         entry, index = self._find(event.rollout_id)
         if entry is None or (event.kind is _ADMITTED and event.seq != entry.admitted_seq):
@@ -257,10 +257,14 @@ def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]
 def _is_over(entry: _Entry, kept: Sequence[int]) -> bool:
     """Return whether no return to a kept checkpoint can play a submission's rollouts again.
 
-    True if the oldest kept checkpoint contains the end of all rollouts. Also true if no step took
-    any of the rollouts, the newest kept checkpoint contains their end, and no kept checkpoint was
-    written while the group was in the queue. Without this second rule, evicted submissions would
-    pile up in memory while no step is trained. Args: see `SubmissionTable.over`.
+    This is so in three cases:
+    - The submission was cancelled before it had a group.
+    - All rollouts ended before the oldest kept checkpoint.
+    - All rollouts were evicted, and no step took one of them. All ended before the newest kept
+      checkpoint, and no kept checkpoint was written while the group was in the queue. Without this
+      case, evicted submissions would pile up in memory while no step is trained.
+
+    Args: see `SubmissionTable.over`.
     """
     if entry.group_id is None:
         return entry.is_cancelled

@@ -72,9 +72,8 @@ def load_config(
 def _with_own_rows(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """Return the settings, with `tasks.dataset` corrected if the run's directory was moved.
 
-    `rayloom.train` stores the rows that it is given in the run's directory, and their path in
-    `tasks.dataset`. After a move this path has no file; it is then replaced by the path of the
-    stored rows in `run_dir`.
+    `rayloom.train` stores its dataset in a file in the run's directory. `tasks.dataset` is the path
+    of this file. If the path no longer exists, it is replaced by the file's path in `run_dir`.
     """
     tasks = tree.get("tasks")
     given = tasks.get("dataset") if isinstance(tasks, dict) else None
@@ -302,8 +301,8 @@ def _section_of(
 ) -> Mapping[str, Any]:
     """Return the JSON schema of a setting that is a section; {} if the setting is a plain value.
 
-    In some settings, such as `mixture`, the user names several sections. For such a setting, return
-    a schema with one property for each name in `value`.
+    The value of `mixture`, for example, maps names to sections. For such a setting, return a schema
+    with one property for each name in `value`.
     """
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:

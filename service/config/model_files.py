@@ -302,9 +302,10 @@ def check_architecture_once(
 ) -> None:
     """Call `check_architecture`, unless the same check has already passed for this user.
 
-    The check is repeated after each change of config.json, of the safetensors files, of their
-    index, of the arguments, of the packages, or of the check's code. Only a passed check is stored.
-    The arguments and errors are those of `check_architecture`.
+    A passed check is remembered in the user's cache directory, and a failed check is not. The check
+    runs again after a change of config.json, the weight files, the arguments, the packages or the
+    check's code.
+    See `check_architecture` for the arguments and errors.
     """
     headers = _headers(directory, key=key)
     given = (max_context_tokens, dtype, inference, lora, has_head, headers)
@@ -328,9 +329,10 @@ def check_architecture_once(
 def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
     """Return the name, modification time and header of each safetensors file in a directory.
 
-    `check_architecture_once` repeats its check if this result has changed. Files that are not
-    loaded are included too. So is the index file, as (name, 0, content).
+    The index file is included as (name, 0, content). If the result has changed,
+    `check_architecture_once` repeats its check.
     """
+    # All files of the directory count, also those that the index does not name.
     found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
     beside = (file for file in directory.glob("*.safetensors") if file.is_file())
     for file in sorted({*_weight_files(directory, key=key), *beside}):

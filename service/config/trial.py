@@ -55,7 +55,7 @@ _DUMP_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Options for what to call when the user's own code is tried; it is always imported."""
+    """The calls that `tried` makes after it has imported the user's code."""
 
     begins: bool = True
     """Whether to begin the first task of each environment."""
@@ -169,10 +169,12 @@ def load_shadow(name: str, *, key: str, scores_groups: bool = False) -> RewardFu
 
 
 def tried(config: Config, trial: Trial, *, tell: Callable[[str], None]) -> dict[str, Observation]:
-    """Try the functions of a configuration; return the environments' first observations by name.
+    """Try a configuration's environments and functions before the run starts.
 
-    tell: called with each warning. Raises: ConfigError if a module cannot be imported, a first task
-    cannot begin, a function can never work, or the data lack the column that `trial` names.
+    tell: called with each warning.
+    Returns: for each environment that `trial` lets begin, its name and its first observation.
+    Raises: ConfigError if a module cannot be imported, a task cannot begin, or a function can
+        never work. Also if the data lack the column for reference answers, `trial.answer`.
     """
     trials = _Trials(config, trial)
     while not trials.is_done:

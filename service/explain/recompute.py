@@ -347,7 +347,8 @@ def _trajectories(
 ) -> tuple[Contribution, ...]:
     """Return the contribution of each trajectory to the step's updates.
 
-    own: each trajectory's result of `own_shares`, by trajectory id. A missing trajectory gets 1.
+    named: for each update, the trajectories in the order of the update's `rows`.
+    own: `Contribution.own_share` by trajectory id; 1 for trajectories that are not in the mapping.
     """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
@@ -408,9 +409,12 @@ def _contribution(
 ) -> Contribution:
     """Return the contribution of one trajectory, or of one group, to the step's updates.
 
-    entries: the trajectory, or the trained trajectories of the group. parts: a pair (g, |G|) for
-    each update that trained the trajectory or the group: the gradient of the entries, and the norm
-    of the update's whole gradient. num_updates: number of all updates of the step.
+    Args:
+        entries: The trajectory, or the trained trajectories of the group.
+        parts: A pair (g, |G|) for each update that trained the entries. G is the update's gradient,
+            and g is the part of G that comes from the entries.
+        num_updates: Number of all updates of the step.
+        own_share: The value of `Contribution.own_share`.
     """
     return Contribution(
         entries=tuple(entries),

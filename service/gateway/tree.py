@@ -359,10 +359,11 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether a request that is marked as a retry must not get the turn `node` again.
+        """Return whether a request that is marked as a retry still needs a new turn, not `node`.
 
-        A client that has sent the turn's reply back has received the reply, so the request wants
-        another turn. A retry also keeps the idempotency key of the turn's request.
+        There are two cases:
+        - A later turn's conversation contains the reply of `node`: the client received the reply.
+        - The request has an idempotency key, and the request of `node` had another key or none.
         """
         own = node.turn.idempotency_key
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
@@ -390,12 +391,12 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Return the turns that a conversation may continue, found by the newest known reply in it.
+        """Find a conversation's newest reply by this session; return all turns with this reply.
 
         There are several turns if this session sampled the same reply more than once after the same
-        messages. There is none if the conversation has no reply of this session.
-        links: the digests of the conversation's messages. tools: digest of the tools that a turn
-        must have; None for any tools.
+        messages. The list is empty if the conversation has no reply of this session.
+        links: the digests of the conversation's messages, oldest first. tools: a digest of tools;
+        turns with other tools are ignored. None: no turn is ignored.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -497,12 +498,12 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 
 
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
-    """Return whether a new conversation starts with a message made from a field `instructions`.
+    """Return whether a new conversation starts with a message made from the field `instructions`.
 
-    request: the first request of the conversation. If the request has the field, the result is
-    whether the field has text.
-    named: the earlier turn whose id the request gives, or None. Without the field, the conversation
-    begins like the turn's conversation, so the result is `named.is_instructed`, or False for None.
+    `request` is the first request of the conversation. The first rule that fits decides:
+    1. The request has the field: True if the field has text.
+    2. The request gives the id of an earlier turn, `named`: `named.is_instructed`.
+    3. Otherwise: False.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed

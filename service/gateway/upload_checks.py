@@ -157,10 +157,10 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 
 
 def _are_one(left: Sample, right: Sample, turn: TurnSpan) -> bool:
-    """Return whether a turn with equal token ids in two samples was sampled only once.
+    """Return whether a turn in two samples is the same turn, not two turns with equal token ids.
 
-    The log-probabilities decide: they must be equal for every token of the turn that both samples
-    train. Return False if there is no such token.
+    The log-probabilities must be equal for every token of the turn that both samples train. Return
+    False if there is no such token.
     """
     versions = left.versions[turn.tokens], right.versions[turn.tokens]
     trained = (versions[0] != NO_VERSION) & (versions[1] != NO_VERSION)
@@ -259,10 +259,10 @@ def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
 def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | None) -> Sample:
     """Return a copy of a sample with its parent, the earlier sample from which it branches off.
 
-    The parent is the earlier sample that shares the longest prefix with the prompt of the sample's
-    first turn; of several, the newest. Only tokens that existed before that turn was sampled are
-    compared. `SampleBuilder` chooses the parent by the same rule. stated: the client's reason for
-    the branch; None derives the reason from the token ids.
+    The parent is the earlier sample that agrees longest with this sample's prompt; if two agree
+    equally long, the newer one. Only tokens that existed before this sample's first turn are
+    compared. `SampleBuilder` has the same rule.
+    stated: the client's reason for the branch; None derives the reason from the token ids.
     """
     if not earlier:
         return sample

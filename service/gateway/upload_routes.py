@@ -1,4 +1,6 @@
-"""The routes for clients with their own agent loop: uploaded trajectories, token ids in and out.
+"""The HTTP routes for clients that run their own agent loop.
+
+A client sends token ids to sample from the policy, and uploads trajectories to train on.
 
 A whole upload is checked before any part is stored. The answer has a result for each trajectory:
 accepted, duplicate or rejected. A complete group is submitted for training before the answer. If

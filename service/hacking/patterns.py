@@ -105,11 +105,12 @@ def _rise(
     min_rise: float = MIN_RISE,
     before: float | None = None,
 ) -> _Seen | None:
-    """Return the rise of the share of marked trajectories; None if there is no clear rise.
+    """Return how the share of trajectories that show a pattern rose; None without a clear rise.
 
-    In a clear rise the newest share is at least `min_share`. It exceeds the earlier share by at
-    least `min_rise`, and by more than the noise. among: the trajectories that count in both shares.
-    before: the earlier share; None uses the median of the earlier steps.
+    The share in the newest steps must be at least `min_share`. It must exceed the earlier share by
+    at least `min_rise`, and by more than the noise.
+    Args: mark: which trajectories show the pattern. among: which trajectories count at all. before:
+    the earlier share; None uses the median of the earlier steps.
     """
     values = mark.astype(np.float64)
     shares, now = window.means(values, among), window.recent_mean(values, among)
@@ -129,9 +130,10 @@ def _rise(
 
 
 def _pays(window: Window, gains: Floats | None) -> bool:
-    """Return whether marked trajectories clearly earn more than unmarked ones.
+    """Return whether trajectories that show a pattern clearly earn more than the others.
 
     The mean gain must be large in relation to the range of returns and to its standard error.
+    gains: how much more they earn in each group; None if too few groups can be compared.
     """
     if gains is None:
         return False
@@ -364,9 +366,8 @@ def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None
     """Return how far a reward component's mean fell, as a share of `width`, and its earlier mean.
 
     Return None if the mean did not fall by more than the noise. The newest mean is compared with
-    all earlier steps. If this shows no fall, it is compared with only the last LATELY_STEPS of
-    them: if the component rose before, the values of all steps spread widely, and a fall looks like
-    noise.
+    all earlier steps, and if that shows no fall, with the last LATELY_STEPS earlier steps. The
+    second comparison finds the fall of a component that first rose and then fell.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -442,11 +443,10 @@ def _failures(window: Window) -> Finding | None:
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
     """Return whether the additional failed rollouts seem to have replaced low rewards.
 
-    If each additional failed rollout would have got a low reward, the share of low rewards among
-    graded trajectories falls by a known amount: with failed=0.1, from 30 % to 20/90 = 22 %. The
-    share must have fallen by at least FROM_BOTTOM times this amount, and by more than chance
-    explains.
+    The share of low rewards among graded trajectories must have fallen by at least FROM_BOTTOM
+    times the expected fall, and by more than chance explains.
     failed: how much the share of failed rollouts has increased.
+    Example of the expected fall: with failed=0.1, 30 low rewards of 100 become 20 of 90
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])

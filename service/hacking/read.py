@@ -95,9 +95,10 @@ Verify = Callable[[JournalStep], Mapping[str, bool]]
 
 
 def kept_of(journal: OpenJournal) -> list[Line]:
-    """Return the audit's records of the run, without records of steps that the journal left out.
+    """Return the records of a run's audit for reward hacking, without records of undone steps.
 
-    The list is empty if the journal is a single file without a run directory. Raises: OSError.
+    `journal.files` says which steps were not undone. The list is empty if the journal is a single
+    file without a run directory. Raises: OSError.
     """
     if journal.run_dir is None:
         return []

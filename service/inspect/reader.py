@@ -48,10 +48,11 @@ def read_surviving(run_dir: RunDir) -> dict[Span, frozenset[str]] | None:
     Each start or recovery of the run begins a term. Example: term 1 trained steps 1 to 4, and term
     2 continued from step 2. Then the result has steps 1 and 2 of term 1, and all steps of term 2.
 
-    Returns: for each term with such steps, their range, and the ids of the rollouts whose update
-        the trainer refused because the update was not finite. None if the journal was copied
-        without the database.
-    Raises: ConfigError if the database is lost or damaged, or has no run.
+    Returns: range of a term's steps that were not undone -> ids of the rollouts in these steps that
+        the trainer refused, because their update was not finite. None if the directory holds only a
+        copy of the journal.
+    Raises: ConfigError if the database is damaged, has no run, or is missing although other files
+        of the run exist.
     """
     try:
         url = run_dir.database_url

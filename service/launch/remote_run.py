@@ -219,10 +219,11 @@ def _check_own(
 
 
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
-    """Return the name of a directory at the address that this run has not uploaded, or None.
+    """Return the name of a checkpoint in `remote` that this run did not upload, or None.
 
-    Call this only if all uploads at the address are unfinished. An unfinished upload is this run's
-    if its marker names a digest in `leases`, the run's `lease_digests`.
+    Call this only if every upload in `remote` is unfinished. This run began an upload if the
+    upload's marker names a digest in `leases`, the run's `lease_digests`. A directory without a
+    marker counts as another run's.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()

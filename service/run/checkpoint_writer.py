@@ -41,9 +41,9 @@ class CheckpointWriter:
     ) -> None:
         """Start from the checkpoint from which the term continues.
 
-        call_trainer: function that makes a call of the trainer: `await call_trainer(call)` awaits
-        `call()`. If the trainer's ranks were restarted and have other weights, the function
-        publishes these weights and repeats the call.
+        call_trainer: wrapper for calls of the trainer; `await call_trainer(call)` runs `call()`.
+        If restarted ranks have unpublished weights, the wrapper publishes the weights and runs
+        `call()` again.
         """
         self._parts, self._call_trainer = parts, call_trainer
         self.newest = parts.parent
@@ -93,11 +93,12 @@ class CheckpointWriter:
     def is_due(self, last_step: int, begun_at: float) -> bool:
         """Return whether the loop must call `commit_evicted` now, while it waits for a step.
 
-        A commit is due after a certain number of evictions, or if there was any eviction and a
-        certain time has passed. In a run without clients' tasks no such commit is due: the
-        run ends after too many failed groups in a row.
-        begun_at: time at which the loop began to wait.
+        This is so after many evictions, or some time after a single eviction. A run without
+        clients' tasks never needs such a commit.
+
+        last_step: the last finished step. begun_at: the time at which the loop began to wait.
         """
+        # A run without clients' tasks ends after too many failed groups in a row.
         if self._writing is not None or not self._parts.has_clients:
             return False
         factor = FILES_FACTOR if self._committed(last_step) is None else 1
@@ -108,12 +109,14 @@ class CheckpointWriter:
         return num_evicted >= factor * MAX_UNCOMMITTED
 
     async def commit_evicted(self, last_step: int) -> None:
-        """Commit the queue's current state, with its newest evictions, after step `last_step`.
+        """Store the evictions since the last commit, while the loop waits for the next step.
 
-        If step `last_step` has a committed checkpoint, store this checkpoint again with the queue's
-        state. Otherwise begin a checkpoint. After the commit, pruning can remove the evicted
-        rollouts from the database. last_step: the last finished step; 0 before the first.
+        The evictions are stored with a checkpoint of step `last_step`. An existing checkpoint of
+        this step is committed again; otherwise a new checkpoint is begun.
+
+        last_step: the last finished step; 0 before the first.
         """
+        # After the commit, pruning can remove the evicted rollouts from the database.
         if (found := self._committed(last_step)) is not None:
             await self._commit_again(found)
             await self._parts.prune_checkpoints()

@@ -114,12 +114,12 @@ class Control(ControlPort):
         return "" if asked is None else asked.checkpoint or ""
 
     async def begin_term(self, lease: Lease) -> None:
-        """Begin a term. The first term of the supervisor's process restores the stored pauses.
+        """Begin a term, after a start, a recovery or a return to a checkpoint.
 
-        If an operator requested a return to a checkpoint, that operation ends now. It is done if
-        the term continues from the checkpoint, and failed otherwise.
-        lease: the term's lease, with the checkpoint from which the term continues. Raises:
-        StoreError.
+        A return that an operator requested is now marked as done, or as failed if the term does not
+        continue from the requested checkpoint. The first call in a supervisor's process also
+        restores the pauses that operators set earlier.
+        lease: names the term and the checkpoint from which the term continues. Raises: StoreError.
         """
         asked, self._return = self._return, None
         self.returning.clear()

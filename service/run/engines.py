@@ -382,11 +382,11 @@ class Publisher:
             self._text, self._is_text_sent = text, False
 
     def _next_text(self, text: CheckText) -> CheckText:
-        """Return the part of the check text that the current publication checks.
+        """Return the part of the check text that is used to check the current publication.
 
-        - After a check that exceeded its bound: the same part again, whatever time that takes.
-        - If there is time for a long check: the end of the text, or the whole text if `check_every`
-          makes it due.
+        - If the last check found too large a difference: the same part again, whatever that costs.
+        - If there is time for a long check: the end of the text, but the whole text once in
+          `check_every` publications.
         - If there is only time for a short check: the beginning of the text.
         - Otherwise: NO_TEXT, which skips the check.
         """

@@ -244,9 +244,9 @@ class EngineWatch:
     """Counts the engines that are lost or come back, and measures for how long some are missing.
 
     Only engines that have had the current version are counted. An engine is lost if the weight
-    board, the actor that publishes weights, no longer lists it. An engine that the user's request
-    for fewer engines stopped is not lost. An engine that restarts has a new name. Therefore, while
-    lost engines are missing, a new engine counts as one that is back.
+    board, the actor that publishes weights, no longer lists it. An engine that was stopped because
+    the user requested fewer engines is not lost. An engine that restarts has a new name. Therefore,
+    while lost engines are missing, a new engine counts as one that is back.
 
     num_expected: starts as the requested number of engines, rises when more engines appear, and
     falls when engines are stopped on request. num_current: number of engines that have the current
@@ -424,11 +424,11 @@ class FailureWatch:
         )
 
     def note_logprobs(self, step: int, check: LogprobCheck | None) -> str:
-        """Record a step's log-probability check for `check_logprobs`; return a notice if it failed.
+        """Record the log-probability check after a step; return a notice if the check failed.
 
-        check: the check after the step's publication; None if no engine answered, which changes
-        nothing. A check fails if it exceeds its bound.
-        Returns: the notice; an empty text if the check did not fail.
+        `check_logprobs` uses the record. A check fails if it exceeds its bound. If no engine
+        answered, `check` is None, and nothing is recorded.
+        Returns: the notice; an empty text if there is none.
         """
         if check is None:
             return ""

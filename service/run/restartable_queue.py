@@ -258,8 +258,8 @@ class CutsInOrder:
     def __init__(self, keep: Keep) -> None:
         """Begin with cut 0 of the queue's first process.
 
-        keep: receives each cut (the queue's state from a reply), in order. Its second argument is
-        the `admitted` of the call of `take_in` that passed the cut.
+        keep: called with each cut (the queue's state from a reply) and the cut's new groups, in the
+        order of the cuts. `take_in` receives the new groups as `admitted`.
         """
         self._keep = keep
         self._num_kept = [0]
@@ -289,7 +289,7 @@ class CutsInOrder:
         If an earlier cut has not arrived yet, wait for the earlier cut.
         admitted: the new groups, if the cut is from the reply to `admit`; otherwise empty.
         Returns: False if the queue's process died before the cut was passed to `keep`. Then the
-        call to the queue had no effect.
+        call that the cut answers had no effect, and must be repeated.
         """
 
         def is_kept() -> bool:

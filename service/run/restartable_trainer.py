@@ -6,8 +6,8 @@ is repeated. The caller only waits longer for its answer, and no rollout is play
 
 On CUDA, or with another number of threads, the new ranks may get other weights than the lost ranks
 had. To notice this, the ranks return a fingerprint of their state after every step. The weights of
-a version must never change. If an engine may already have the lost ranks' weights, different new
-weights therefore become the next version. Until this version is published, `score`, `step` and
+a version must not change once an engine may have them. If the new ranks have other weights then,
+these weights become the next version. Until this version is published, `score`, `step` and
 `begin_save` raise `WeightsMoved`.
 """
 

@@ -138,8 +138,9 @@ class RunView:
     def count_earlier(self, parent: Checkpoint | None) -> None:
         """Set how many seconds the run took before this supervisor, for the run's total duration.
 
-        parent: the checkpoint from which the run continues; the seconds up to this checkpoint count
-        if an earlier supervisor wrote it. None for a new run. Raises: StoreError.
+        parent: the checkpoint from which the run continues; None for a new run. If an earlier
+        supervisor wrote `parent`, the number is set to the seconds up to `parent`. If this
+        supervisor wrote `parent`, nothing changes. Raises: StoreError.
         """
         if parent is None:
             self._earlier_wall_s = 0.0

@@ -541,9 +541,10 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take the lease of a term that continues from the newest intact or a requested checkpoint.
+        """Take the lease of a new term (a start or recovery); return the lease and all checkpoints.
 
-        Returns: the lease, and all checkpoints.
+        The term continues from the requested checkpoint. Without a request, the term continues from
+        the newest intact checkpoint.
         """
         commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._unreadable]

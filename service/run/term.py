@@ -106,8 +106,8 @@ class Term:
         """Start the queue's process, and prepare everything else.
 
         Args: model: path or hub name of the model. submissions: the source of tasks; None uses the
-        tasks of the configuration. roles_before: the roles that nodes offered in earlier terms. If
-        no node offers such a role now, its actors wait for a node that does.
+        tasks of the configuration. roles_before: the roles that nodes offered in earlier terms.
+        The actors of a role in `roles_before` wait if no node offers the role now.
         """
         self._config = config
         self.engines_read_text = config.engine_reads_text
@@ -170,7 +170,7 @@ class Term:
 
     @property
     def is_training(self) -> bool:
-        """Whether the start has ended; from then on the loop runs, or has run."""
+        """Whether training has begun; stays True after training has ended."""
         return self._loop is not None
 
     @property
@@ -567,7 +567,7 @@ class Term:
         )
 
     async def _prune_checkpoints(self) -> None:
-        """Remove the outdated checkpoints; before this, remove the rows that only they need."""
+        """Remove the database's rows that are no longer needed, then the outdated checkpoints."""
         config, directory = self._config, self._run_dir.checkpoints
         kept = await asyncio.to_thread(
             kept_commits,

@@ -187,9 +187,8 @@ class Database:
     def answers_since(self, connection: Connection) -> float:
         """Return when the PostgreSQL server started, by the clock of `now`; 0 for SQLite.
 
-        The owner of a run counts as dead if it has not renewed its lease for some time. If the
-        server was started after the last renewal, this time is counted from the server's start,
-        because no lease could be renewed before.
+        The owner of a run counts as dead if it has not renewed its lease for some time. Time before
+        the server's start does not count, because no lease could be renewed then.
         """
         if self.is_sqlite:
             return 0.0

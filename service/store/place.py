@@ -161,14 +161,14 @@ def check_local(url: str | URL) -> None:
 
 
 def connection_url(url: URL, environ: Mapping[str, str] = os.environ) -> URL:
-    """Return the URL to connect with: the database of `url`, on the environment's server.
+    """Return the URL to connect with: the database of `url`, on the server that `environ` gives.
 
-    The host, port, user, password and TLS options are those of the environment's URL, because they
-    may change between two starts. Host and password are never from different URLs, so a password
-    is sent only to its own server.
+    The host, port, user, password and TLS options come from the URL in `environ` (`given_url`),
+    because they may change between two starts. Host and password are never from different URLs, so
+    a password is sent only to its own server.
 
-    Returns: `url` unchanged if it has a password, if the environment has no URL, or if the
-    environment's URL names another database. Raises: StoreError.
+    Returns: `url` unchanged if it has a password, if `environ` has no URL, or if the URL in
+    `environ` names another database. Raises: StoreError.
     """
     if url.password is not None:
         return url

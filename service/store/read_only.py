@@ -52,10 +52,11 @@ class ReadOnlyStore:
 
         Args:
             url: A URL as described in `service.store.place`, or the file of an SQLite database.
-            may_be_older: Whether to read an older format without the conversion. Then read only
-                tables that no migration changes (`service.store.migrations`).
-            any_format: Whether to read every format without the conversion, even a newer one. A
-                read may then raise an error of the database.
+            may_be_older: Whether to read a database of an older format directly, without a
+                converted copy. Callers may then read only the tables that no migration changes
+                (`service.store.migrations`).
+            any_format: Whether to read a database of any format directly, even a newer format.
+                Reads raise StoreError if the format lacks a table or column that they need.
             steps: The migrations, by the format that each of them converts.
             patience_s, count_failure: As for `Database`.
         """

@@ -1,20 +1,20 @@
 """Remove the rows of a run that no resume, report, API call or `inspect` needs any more.
 
-The supervisor calls `forget` after each committed checkpoint; it is one transaction, which only the
-newest term can commit. Sums are kept incrementally (`service.telemetry.totals`), so that no sum
-changes when rows are removed.
+The supervisor calls `forget` after each committed checkpoint. Each start or recovery of a run
+begins a term, and only the newest term can remove rows. Sums are kept separately
+(`service.telemetry.totals`), so that no sum changes when rows are removed.
 
-- Rows that a later term undid are removed at once.
+- If the run has returned to an older checkpoint, the rows after it are removed at once.
 - Queue snapshots are kept for the newest `run.keep_checkpoints` checkpoints, the best
   `run.keep_best`, and the `milestones`. A run can go back only to these kept checkpoints.
 - Step records are kept for the first 5 steps, the newest 256 steps, the steps of the journal, the
   steps since the oldest of the newest `run.keep_checkpoints` checkpoints, and the step of each kept
-  checkpoint. Of the older steps, every (2^k)-th is kept, with the smallest k for which at most 257
-  are kept. The same rules hold for evaluations.
+  checkpoint. Of all other steps, one of every 2^k is kept. k is as small as possible, but no more
+  than 257 of these steps may remain. The same rules hold for evaluations.
 - Ledger events are kept for the steps after the oldest kept checkpoint, and for the steps of the
-  journal, which `inspect --audit` compares with the events. Events of the
-  `algorithm.max_policy_age` steps before these steps are kept too, because a group may be admitted
-  this number of versions before its step.
+  journal, which `inspect --audit` compares with the events. Events of
+  `algorithm.max_policy_age` earlier steps are kept too, because a group may be admitted up to that
+  number of versions before its step.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ OLDER_STEPS = 256
 
 
 def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozenset[int]:
-    """Return the steps whose checkpoints to keep, so that one of them is from before a collapse.
+    """Return the steps whose checkpoints are kept for a return after a collapse of the reward.
 
-    - If a collapse of the reward is suspected: the newest step that is at least SLOW_STEPS before
-      `collapsed_since`; if there is none, the oldest step.
-    - Otherwise two steps. The first is the milestone: the newest step that is at least
-      MILESTONE_STEPS before `steps[0]`. The second is the oldest step after the milestone; this
-      step will be the next milestone.
-    - If no step is old enough for a milestone: the oldest step; no step if `steps[0]` is less than
-      MILESTONE_STEPS.
+    - No collapse: the newest checkpoint that is at least MILESTONE_STEPS older than the newest of
+      all, and the checkpoint after it, which replaces it later.
+    - Suspected collapse: the newest checkpoint at least SLOW_STEPS before the collapse.
+    - If no checkpoint is old enough, the oldest one. Before step MILESTONE_STEPS no collapse is
+      detected, so without one the result is empty.
 
     Args: steps: steps of checkpoints, newest first, at least one. collapsed_since: first step of a
-    suspected collapse; None if no collapse is suspected.
-    Example: milestones([110, 105, 95, 80], collapsed_since=None) -> {80, 95}
+    suspected collapse, or None.
+
+    Examples, with MILESTONE_STEPS 20 and SLOW_STEPS 10:
+        ([110, 105, 95, 80], None) -> {80, 95}
+        ([110, 105, 95, 80], 107) -> {95}
+        ([25, 15, 10], None) -> {10}
+        ([15, 10], None) -> {}
     """
     if collapsed_since is not None:
         before = [step for step in steps if step <= collapsed_since - SLOW_STEPS]
@@ -110,8 +113,8 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
     """Remove the rows of all checkpoints except those with the ids `kept`.
 
-    If a term continued from a checkpoint, its row stays, because it shows the lineage. Only its
-    queue snapshot, totals and curriculum are removed.
+    If the run has continued from a checkpoint, the checkpoint's row stays, because the row shows
+    the lineage. Only the row's queue snapshot, totals and curriculum are removed.
     """
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)

@@ -157,7 +157,7 @@ class SessionStore:
         """Store changes in order, in one transaction; a change that is stored already is skipped.
 
         Returns: the indices of the changes that came too late and were not stored. These are:
-        - a turn, an end, or a client's claim, if the session is unknown
+        - a turn, an end, or a claim (an agent takes the session), if the session is unknown
         - a turn or a claim, if the session has ended, or its submission is cancelled or over
         - a turn, if a different turn is stored under the same number
         - an end, if a different end is stored and no reward is pending
@@ -223,8 +223,8 @@ class _Rows:
     ) -> None:
         """Read the stored state of each session to which one of `changes` belongs.
 
-        marks: the stored turns that turns in `changes` may repeat, as `_marks` returns them. Empty
-        if no turn in `changes` is stored already; if one is, inserting the rows fails.
+        marks: what `_marks` returns, or an empty dict to assume that no turn in `changes` is stored
+        already. If this assumption is wrong, inserting the rows fails.
         """
         sessions, submissions = tables.sessions.c, tables.submissions.c
         found = connection.execute(
@@ -431,10 +431,10 @@ def _store_sessions(connection: Connection, rows: _Rows) -> None:
 def _marks(
     connection: Connection, changes: Sequence[Change]
 ) -> dict[tuple[str, int], tuple[str, float]]:
-    """Find the stored turns that new turns in `changes` repeat or conflict with.
+    """Find the stored turns that have the session and number of a turn in `changes`.
 
-    Returns: (session id, turn number) -> (request id, time) of the stored turn. A new turn with the
-    same request id and time repeats the stored turn. Otherwise, the new turn came too late.
+    Returns: (session id, turn number) -> (request id, time) of the stored turn. A turn in `changes`
+    with this request id and time is stored already. Any other turn with the number came too late.
     """
     turns = tables.session_turns.c
     added = [

@@ -155,11 +155,12 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    border: a mean return below the level before the fall. For each step, `border - mean` is summed
-    over this step and all later steps. The step with the largest sum is returned. The search begins
-    LEVEL_STEPS // 4 steps before the level fell to `border`, because a level is a mean over several
-    steps and falls later than the means of single steps.
+    border: a mean return below the level before the fall. From the returned step on, the means lie
+    below `border` by the largest sum.
+    Example: mean returns [5, 5, 1, 1] of steps 1 to 4, border 4 -> step 3
     """
+    # Begin the search before the fall of the level: a level is a mean over several steps, and falls
+    # later than the means of single steps.
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
     below, most, since = 0.0, -math.inf, steps[-1].number

@@ -141,9 +141,10 @@ def _self_gradients(
     plan: AttentionPlan,
     scaling: float | None,
 ) -> list[Tensor]:
-    """Return the gradients of query, key and value for the attention of each piece to itself.
+    """Return the gradients of query, key and value through the attention of `_attend_to_self`.
 
-    Padding does not change the gradients.
+    In this attention, a token attends only to itself and to the earlier tokens of its piece. A
+    piece is a segment of the packed row, or a part of a segment.
     """
     # A padded query has gradient 0 and normaliser 0, so it adds exp(0) * 0 = 0 to its keys.
     padded = [_pad(rows, plan) for rows in (grad_out, query, key, value, out)]

@@ -55,9 +55,9 @@ each with an answer and without tools."""
 class Decks:
     """Deals random numbers from 1 to `high`, like cards from a shuffled deck.
 
-    A deck is shuffled again only after all its numbers are dealt, so that their frequencies vary
-    less than those of independent draws. There is a separate deck for each pair of `high` and turn,
-    so that the guesses of a game are independent of each other.
+    A deck is shuffled again only after all its numbers are dealt, so all are about equally
+    frequent. Each turn of a game has a deck of its own, so that the game's guesses are independent.
+    Games with different `high` use different decks.
     """
 
     def __init__(self) -> None:
