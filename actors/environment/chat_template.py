@@ -386,9 +386,9 @@ def _answers(
 ) -> Iterator[tuple[_Calls, list[Message], int]]:
     """Split a chat after each assistant message, and find the calls that each part may answer.
 
-    If several assistant messages in a row precede a part, it may answer the calls of each of them.
+    If several assistant messages come directly before a part, the part may answer all their calls.
     Args: calls: id and name of each call in the message before `messages`.
-    Yields: (calls, messages of the part, number of calls from the earlier messages of this row).
+    Yields: (calls, messages of the part, number of calls of these assistant messages but the last).
     Example: assistant message A (call a), assistant message B (call b), result R
         -> ((), [A], 0), ((a,), [B], 0), ((a, b), [R], 1)
     """

@@ -34,13 +34,14 @@ ASKS_HEADER = "x-rayloom-asks"
 
 
 def asked_method(scope: Scope) -> str:
-    """Return the method of the request that `service.api.door` asks about; "" if it does not ask.
+    """Return the method of the request that `service.api.door` asks about; otherwise "".
 
     Before `door` reads a large body, it asks whether the API would accept the request. It sends
     OPTIONS with the request's headers, and appends ASKS_HEADER with the request's method.
 
     A client can send ASKS_HEADER too, but only learns whether a request would be accepted. If there
-    are several values, the last one counts, because `door` appends its value.
+    are several values, the last one counts, because `door` appends its value. Without OPTIONS,
+    ASKS_HEADER has no effect.
     """
     values = Headers(scope=scope).getlist(ASKS_HEADER)
     return values[-1] if values and scope["method"] == "OPTIONS" else ""

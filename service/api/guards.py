@@ -142,8 +142,8 @@ class Guards:
         A session's key is checked by `app.state.check_session_key`, which returns a refusal as a
         response. Every other refusal is raised.
 
-        method: method of the request whose key is checked. This differs from the method in `scope`
-        if the module `door` asks with OPTIONS whether the request would be accepted.
+        method: the method of the client's request. `scope` has OPTIONS instead if the module `door`
+        asks in advance whether the request would be accepted.
         Raises: Problem; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]

@@ -72,8 +72,9 @@ def load_config(
 def _with_own_rows(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """Return the settings, with `tasks.dataset` corrected if the run's directory was moved.
 
-    `rayloom.train` stores its dataset in a file in the run's directory. `tasks.dataset` is the path
-    of this file. If the path no longer exists, it is replaced by the file's path in `run_dir`.
+    If `rayloom.train` is given rows, it stores them in a file in the run's directory, and the
+    file's path in `tasks.dataset`. If this path no longer exists, it is replaced by the file's path
+    in `run_dir`.
     """
     tasks = tree.get("tasks")
     given = tasks.get("dataset") if isinstance(tasks, dict) else None

@@ -133,7 +133,8 @@ def _pays(window: Window, gains: Floats | None) -> bool:
     """Return whether trajectories that show a pattern clearly earn more than the others.
 
     The mean gain must be large in relation to the range of returns and to its standard error.
-    gains: how much more they earn in each group; None if too few groups can be compared.
+    gains: how much more these trajectories earn in each group; None if too few groups contain both
+    kinds of trajectories.
     """
     if gains is None:
         return False

@@ -1,10 +1,10 @@
 """Remove the rows of a run that no resume, report, API call or `inspect` needs any more.
 
 The supervisor calls `forget` after each committed checkpoint. Each start or recovery of a run
-begins a term, and only the newest term can remove rows. Sums are kept separately
-(`service.telemetry.totals`), so that no sum changes when rows are removed.
+begins a term, and only the newest term can remove rows, in one transaction. Sums are kept
+incrementally (`service.telemetry.totals`), so that no sum changes when rows are removed.
 
-- If the run has returned to an older checkpoint, the rows after it are removed at once.
+- Rows that the run undid by returning to an older checkpoint are removed at once.
 - Queue snapshots are kept for the newest `run.keep_checkpoints` checkpoints, the best
   `run.keep_best`, and the `milestones`. A run can go back only to these kept checkpoints.
 - Step records are kept for the first 5 steps, the newest 256 steps, the steps of the journal, the
@@ -42,8 +42,8 @@ def milestones(steps: Sequence[int], *, collapsed_since: int | None) -> frozense
     - No collapse: the newest checkpoint that is at least MILESTONE_STEPS older than the newest of
       all, and the checkpoint after it, which replaces it later.
     - Suspected collapse: the newest checkpoint at least SLOW_STEPS before the collapse.
-    - If no checkpoint is old enough, the oldest one. Before step MILESTONE_STEPS no collapse is
-      detected, so without one the result is empty.
+    - If no checkpoint is old enough, the oldest one. Before step MILESTONE_STEPS none is kept,
+      because no collapse is detected so early.
 
     Args: steps: steps of checkpoints, newest first, at least one. collapsed_since: first step of a
     suspected collapse, or None.
