@@ -35,14 +35,15 @@ def remedy_of_missing(directory: Path, missing: Sequence[str]) -> str:
         return f"it is an entry of the hub's cache; name {named.parent}"
     if "config.json" in missing:
         return "export a checkpoint with `rayloom export`"
-    saved = []
-    for loader, *older in (_OLDER[name] for name in missing):
+    for _, *older in (_OLDER[name] for name in missing):
         if not any(any(directory.glob(pattern)) for pattern in older):
             return "its download or export is incomplete; repeat it"
-        saved.append(
-            f"{loader}.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
-        )
-    return f"save its older files in this format with transformers: {' and '.join(saved)}"
+    # A new directory, because the files of a snapshot in the hub's cache are links to its blobs.
+    saved = " and ".join(
+        f"{loader}.from_pretrained({str(directory)!r}).save_pretrained('NEW')"
+        for loader, *_ in _OLDER.values()
+    )
+    return f"save it in this format in a new directory with transformers: {saved}; name NEW"
 
 
 def check_special_tokens(

@@ -197,12 +197,13 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
         ),
         pytest.param(
             ["config.json", "tokenizer.json", "pytorch_model.bin"],
-            r"safetensors; .*: AutoModelForCausalLM\.from_pretrained\('(.*)'\)\.save_.*\('\1'\)$",
+            r"safetensors; .* AutoModelForCausalLM\.from_pretrained\('.*'\)\.save_.*'NEW'\) "
+            r"and AutoTokenizer\.from_pretrained\('.*'\)\.save_pretrained\('NEW'\); name NEW$",
             id="weights_of_torch",
         ),
         pytest.param(
             ["config.json", "vocab.json", "merges.txt", "model.safetensors"],
-            r"tokenizer\.json; .*: AutoTokenizer\.from_pretrained\('(.*)'\)\.save_.*\('\1'\)$",
+            r"tokenizer\.json; .* AutoTokenizer\.from_pretrained\('.*'\)\.save_.*; name NEW$",
             id="a_tokenizer_of_two_files",
         ),
         pytest.param(
