@@ -333,8 +333,8 @@ def python_values(value: Any) -> Any:
 
     Unlike `tolist`, this function never turns a date or duration into an integer.
 
-    Raises: TypeError for a masked value, numpy's missing date or duration, and a date or duration that
-    Python's types cannot hold.
+    Raises: TypeError for a masked value, for numpy's missing date or duration, and for a date or
+    duration that Python's types cannot hold.
     """
     if np.ma.is_masked(value):
         raise TypeError("an array with masked values")
