@@ -154,7 +154,8 @@ def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
     """Call a method of an instance, and return its answer; None if there is no such method.
 
     The method gets the columns of the task that its signature names, or all with a `**` parameter.
-    The answer of `close`, and the instance itself, count as None: a worker could not send them all.
+    If the method is `close` or returns the instance itself, None is returned instead, because a
+    worker process cannot send every such value back.
     """
     method = getattr(instance, name, None)
     if method is None:

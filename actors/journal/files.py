@@ -66,7 +66,7 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalStep:
-    """A training step as it was played in one term of the run.
+    """The journal's record of a training step, as one term of the run carried it out.
 
     A term is the time from a start or recovery of the run to the next start or recovery.
     """

@@ -492,7 +492,10 @@ class QueueState:
         self._ready.add(rollout, group)
 
     def _roll_back(self, first: int) -> tuple[int, ...]:
-        """Undo the taking of step `first` and all later steps; return these steps, ascending."""
+        """Put back into the queue what step `first` and all later steps took.
+
+        Returns: the numbers of these steps, ascending.
+        """
         held = {number: self._window.step_of(number) for number in self._groups}
         numbers = [number for number, step in held.items() if step is not None and step >= first]
         for rollout in _finished(self._groups[number] for number in numbers):

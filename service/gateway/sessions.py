@@ -377,7 +377,10 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return a session after a check that the caller sent its key of the kind `wanted`."""
+        """Return a session if the caller sent the right one of the session's two keys.
+
+        wanted: "agent" or "reward". Raises: Refused.
+        """
         if key_digest == NO_KEY:
             raise Refused(
                 RefusalCode.INVALID_KEY,

@@ -108,9 +108,9 @@ def _check_order(samples: Sequence[Sample]) -> None:
         raise Violation(
             Fault.INVALID_TURNS,
             ["samples"],
-            f"the turns' indices are wrong, expected 0 to {len(indices) - 1}, each once, ascending "
-            "within a sample and from one sample's first turn to the next one's; leave all out if "
-            "the turns are listed in the order of play",
+            f"the turns have the indices {indices!r:.80}, expected each of 0 to {len(indices) - 1} "
+            "once, ascending within a sample, and the samples ordered by the index of their first "
+            "turn; leave every index out if the turns are listed in the order of play",
         )
 
 
@@ -139,11 +139,11 @@ def _check_duplicates(samples: Sequence[Sample]) -> None:
                     raise Violation(
                         Fault.DUPLICATE_TURN,
                         ["samples", number],
-                        f"sample {number} trains tokens of the turn from {turn.start} to "
-                        f"{turn.end} that sample {other} trains too, with the same prompt, ids and "
-                        "log-probabilities; expected each sampled turn in one sample; remove the "
-                        "turn from `turns` of the later sample, and give its tokens mask 0 and "
-                        "log-probability 0, like the rest of the prompt",
+                        f"samples {other} and {number} train the same turn (tokens {turn.start} to "
+                        f"{turn.end}; prompt, ids and log-probabilities are equal); expected each "
+                        "sampled turn in one sample; remove the turn from `turns` of the later "
+                        "sample, and give its tokens mask 0 and log-probability 0, like the rest "
+                        "of the prompt",
                     )
             known.append((number, own))
 

@@ -144,7 +144,8 @@ class ShadowVerifier:
     ) -> _Found | str:
         """Await `ask`, which calls the reward function; return its result, or why the call failed.
 
-        The call has a run's time limit and context: the environment's settings, task id and step.
+        As in training, the call is limited to `rollouts.turn_deadline_s`, and the function can read
+        the environment's settings, the task id and the step.
         """
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.

@@ -261,7 +261,7 @@ def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
 
 
 class _SampleBuilder:
-    """A builder of the view of one sample. trained: advantages by the position of the token."""
+    """Builds a sample's view. trained: the advantage of each trained token, by its position."""
 
     def __init__(self, sample: Sample, trained: Mapping[int, float], text: TokenText) -> None:
         self._sample, self._trained, self._text = sample, trained, text

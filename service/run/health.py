@@ -519,7 +519,7 @@ class FailureWatch:
 
 
 def _percent(share: float | None) -> str:
-    """Return a share in percent with an ordinary space; displays escape a non-breaking one."""
+    """Return a share as a percentage, with an ordinary space before the sign."""
     return units.percent(share).replace("\u00a0", " ")
 
 

@@ -249,10 +249,10 @@ class CutsInOrder:
     """
 
     def __init__(self, keep: Keep) -> None:
-        """Begin with cut 0 of the queue's first process.
+        """Expect cut 0 of the queue's first process as the next cut.
 
-        keep: called with each cut (the queue's state from a reply) and the cut's new groups, in the
-        order of the cuts. `take_in` receives the new groups as `admitted`.
+        keep: called once for each cut, in their order, with the cut and the groups that were
+        admitted with it.
         """
         self._keep = keep
         self._num_kept = [0]

@@ -179,7 +179,10 @@ class OpenEnvEnvironment:
         is_over = any(answer.get("done") for answer in answers)
         self._was_rewarded |= bool(rewards)
         if is_over and not self._was_rewarded:
-            raise RewardError("openenv: the episode ended, and no step had a reward")
+            raise RewardError(
+                "openenv: the episode ended, and the server sent no reward in any step, expected "
+                "one in at least one step; let the environment's `step` return a reward"
+            )
         reward = float(sum(rewards))
         return StepResult(
             messages=() if is_over else messages,

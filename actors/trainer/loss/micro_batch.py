@@ -260,7 +260,10 @@ def no_statistics(device: torch.device | None = None) -> Tensor:
 
 
 def combine_rows(rows: Tensor) -> Tensor:
-    """Combine the partial results of N micro-batches or ranks, [N, S] -> [S], float64."""
+    """Combine the partial statistics of N micro-batches or ranks, [N, S] -> [S], float64.
+
+    The columns of ADDED are summed; those of COMPARED take the largest value.
+    """
     split = len(ADDED)
     return torch.cat([rows[:, :split].sum(0), rows[:, split:].amax(0)])
 
