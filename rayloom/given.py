@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from contextlib import suppress
+from copy import copy
 from importlib.machinery import PathFinder
 from itertools import chain, count
 from operator import attrgetter
@@ -193,20 +194,34 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif self._with_types and isinstance(obj, FunctionType):
             _, slots = reduced[2]
             slots["__annotations__"] = _types_of(obj)
+        elif self._with_types and isinstance(obj, type) and _is_record(obj):
+            members, _ = reduced[2]  # a copy of the class's own members
+            types = _types_of(obj)
+            own = members.get("__annotations__", {})
+            members["__annotations__"] = {name: types.get(name, own[name]) for name in own}
+            if fields := members.get("__dataclass_fields__"):
+                fields = members["__dataclass_fields__"] = {n: copy(f) for n, f in fields.items()}
+                for name, field in fields.items():
+                    field.type = types.get(name, field.type)
         return reduced
 
 
-def _types_of(function: FunctionType) -> dict[str, Any]:
-    """Return a function's annotations, with types instead of their names where possible.
+def _is_record(kind: type) -> bool:
+    """Return whether pydantic reads a class's annotations: a dataclass, TypedDict or NamedTuple."""
+    return dataclasses.is_dataclass(kind) or issubclass(kind, dict | tuple)
 
-    A function that is pickled by value takes along only the names that its code uses. Under `from
-    __future__ import annotations` the names of its annotations would be lost.
+
+def _types_of(obj: FunctionType | type) -> dict[str, Any]:
+    """Return the annotations of a function or a class, with types instead of names where possible.
+
+    A function or a class that is pickled by value takes along only the names that its code uses.
+    Under `from __future__ import annotations` the names of its annotations would be lost.
     """
     with suppress(Exception):  # an undefined name, or any error of an annotation or a value in it
-        types = get_type_hints(function, include_extras=True)
+        types = get_type_hints(obj, include_extras=True)
         cloudpickle.dumps(types)
         return types
-    return function.__annotations__
+    return obj.__annotations__
 
 
 def _stored(

@@ -193,7 +193,7 @@ def _names_in(path: Path) -> Iterable[str]:
             f"data set {path}: it is not JSON ({error}), expected a list of objects; "
             f"{_remedy(error)}"
         ) from error
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise BadTaskFile(f"data set {path}: cannot be read: {error}") from error
     if not num_rows:
         raise BadTaskFile(f"data set {path}: got no rows, expected one or more")
@@ -214,7 +214,7 @@ def _remedy(error: json.JSONDecodeError) -> str:
 def _written(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file with its location in the file.
 
-    Raises: BadTaskFile, OSError, ValueError or csv.Error if the file cannot be read.
+    Raises: BadTaskFile, OSError or ValueError if the file cannot be read.
     """
     suffix = suffix_of(path)
     if suffix in (".jsonl", ".ndjson"):
@@ -225,54 +225,74 @@ def _written(path: Path) -> Iterator[tuple[str, Any]]:
         return
     # The values of a column of tests, for example, are longer than the module's limit.
     csv.field_size_limit(_MAX_FIELD)
-    lines: list[str] = []
+    lines: dict[int, str] = {}
     separator = "\t" if suffix == ".tsv" else ","
-    # In a TSV file without quoted values, a quote is a part of its value.
-    is_quoted, spaced = suffix != ".tsv", ""
     with open_text(path, newline="") as file:
         reader = csv.DictReader(_noted(file, lines), strict=True, delimiter=separator)
-        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-        check_names(names, what=f"data set {path}")
-        if quoted := next((name for name in names if name.startswith('"')), None):
+        try:
+            yield from _records(reader, lines, path=path)
+        except csv.Error as error:
+            begin = next(number for number, line in lines.items() if line.strip())
             raise BadTaskFile(
-                f"data set {path}: got a space before the quoted column {quoted}, expected the "
-                "quote first; remove the spaces after the separators"
-            )
-        if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
+                f"{path}, line {begin}: got wrong quotes ({error}), expected each quote inside a "
+                'quoted value doubled ("" instead of \\"), and nothing between its last quote and '
+                "the separator; correct the row that begins here"
+            ) from error
+
+
+def _records(
+    reader: csv.DictReader[str], lines: dict[int, str], *, path: Path
+) -> Iterator[tuple[str, Any]]:
+    """Yield each row of a CSV or TSV file with its location in the file.
+
+    lines: the lines that the reader has read since the row before, by their numbers.
+    Raises: BadTaskFile, OSError, ValueError or csv.Error if the file cannot be read.
+    """
+    suffix, separator = suffix_of(path), reader.reader.dialect.delimiter
+    # In a TSV file without quoted values, a quote after a space is a part of its value.
+    is_quoted, spaced = suffix != ".tsv", ""
+    names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    check_names(names, what=f"data set {path}")
+    if quoted := next((name for name in names if name.startswith('"')), None):
+        raise BadTaskFile(
+            f"data set {path}: got a space before the quoted column {quoted}, expected the "
+            "quote first; remove the spaces after the separators"
+        )
+    if len(names) == 1 and (found := next((c for c in ",;\t|" if c in names[0]), None)):
+        raise BadTaskFile(
+            f"data set {path}: the header has one column, whose name contains {found!r}; "
+            f"expected names separated by {separator!r} in a {suffix} file; "
+            "save it with this separator"
+        )
+    is_quoted |= _QUOTED[separator].search("".join(lines.values())) is not None
+    lines.clear()
+    for row in reader:
+        where = f"{path}, line {reader.line_num}"
+        if None in row or None in row.values():
             raise BadTaskFile(
-                f"data set {path}: the header has one column, whose name contains {found!r}; "
-                f"expected names separated by {separator!r} in a {suffix} file; "
-                "save it with this separator"
+                f"{where}: the number of values differs from the names in the first line, "
+                f"expected {len(reader.fieldnames or ())}; quote values that contain a comma, "
+                "without a space before the quote"
             )
-        is_quoted |= _QUOTED[separator].search("".join(lines)) is not None
+        if '"' in (record := "".join(lines.values()).strip("\r\n")):
+            bare = _QUOTED[separator].sub(r"\1", record)
+            is_quoted |= bare != record
+            pairs = zip(names, bare.split(separator), strict=True)
+            bad = next((name for name, text in pairs if _SPACED_QUOTE.fullmatch(text)), None)
+            if bad is not None and not spaced:
+                spaced = f"{where}: got a space before the quoted value of {listed([bad])}"
+        if spaced and is_quoted:
+            raise BadTaskFile(
+                f"{spaced}, expected the quote first; remove the spaces after the separators"
+            )
         lines.clear()
-        for row in reader:
-            where = f"{path}, line {reader.line_num}"
-            if None in row or None in row.values():
-                raise BadTaskFile(
-                    f"{where}: the number of values differs from the names in the first line, "
-                    f"expected {len(reader.fieldnames or ())}; quote values that contain a comma, "
-                    "without a space before the quote"
-                )
-            if '"' in (record := "".join(lines).strip("\r\n")):
-                bare = _QUOTED[separator].sub(r"\1", record)
-                is_quoted |= bare != record
-                pairs = zip(names, bare.split(separator), strict=True)
-                bad = next((name for name, text in pairs if _SPACED_QUOTE.fullmatch(text)), None)
-                if bad is not None and not spaced:
-                    spaced = f"{where}: got a space before the quoted value of {listed([bad])}"
-            if spaced and is_quoted:
-                raise BadTaskFile(
-                    f"{spaced}, expected the quote first; remove the spaces after the separators"
-                )
-            lines.clear()
-            yield where, row
+        yield where, row
 
 
-def _noted(file: Iterable[str], lines: list[str]) -> Iterator[str]:
-    """Yield the lines of a file, and append each to `lines`."""
-    for line in file:
-        lines.append(line)
+def _noted(file: Iterable[str], lines: dict[int, str]) -> Iterator[str]:
+    """Yield the lines of a file, and add each to `lines` with its number, from 1."""
+    for number, line in enumerate(file, start=1):
+        lines[number] = line
         yield line
 
 

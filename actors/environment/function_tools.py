@@ -26,12 +26,14 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from docstring_parser import DocstringStyle
+from docstring_parser import Docstring, DocstringStyle, ParseError
 from docstring_parser import parse as parse_docstring
+from docstring_parser.google import parse as parse_google
 from pydantic import BaseModel, PydanticUserError
 from pydantic import ValidationError as BadValue
 from pydantic_core import to_jsonable_python
@@ -503,7 +505,7 @@ def read_function(
     name = name or getattr(function, "__name__", type(function).__name__)
     parameters = list(inspect.signature(function).parameters.values())[1 if takes_self else 0 :]
     text = inspect.getdoc(function) or ""
-    docs = parse_docstring(text)
+    docs = _parsed(text)
     parts = (docs.short_description, docs.long_description, _further_text(text, docs.style))
     description = "\n\n".join(part for part in parts if part)
     if not description:
@@ -532,6 +534,39 @@ def read_function(
     )
 
 
+def _parsed(docstring: str) -> Docstring:
+    """Parse a docstring.
+
+    docstring_parser expects a colon in each entry of a section such as Args, and reads none of
+    Google's sections if one lacks it. A line without a colon therefore becomes a part of the entry
+    before it; an argument's name with its description below, and an error, get a colon.
+    """
+
+    def mended(section: re.Match[str]) -> str:
+        title, lines = section.groups()
+        indent = lines[: len(lines) - len(lines.lstrip())].rpartition("\n")[2]
+        before, *entries = re.split(rf"^{indent}(?=\S)", lines, flags=re.MULTILINE)
+        for number, entry in enumerate(entries):
+            first, end, rest = entry.partition("\n")
+            is_name = rest.strip() and re.fullmatch(r"\**\w+(?: \(.*\))?", first)
+            if ":" in entry:
+                continue
+            if is_name or (number == 0 and title.startswith(("Raises", "Except"))):
+                entries[number] = f"{first}:{end}{rest}"
+            elif number:
+                entries[number] = f"    {entry}"
+        return title + indent.join((before, *entries))
+
+    try:
+        parse_google(docstring)
+    except ParseError:
+        corrected = _GOOGLE_ENTRIES.sub(mended, docstring)
+        with suppress(ParseError):
+            parse_google(corrected)
+            docstring = corrected
+    return parse_docstring(docstring)
+
+
 def _further_text(docstring: str, style: DocstringStyle | None) -> str:
     """Return a docstring's examples, notes, warnings and paragraphs after its sections.
 
@@ -547,7 +582,12 @@ def _further_text(docstring: str, style: DocstringStyle | None) -> str:
 
 
 _NUMPY_TEXT = re.compile(r"(?:Examples?|Notes?|Warnings?)\n")
-_FACTS = "Arg(?:ument)?s|Param(?:eter)?s|Attributes|Returns|Yields|Raises|Exceptions|Except"
+_ENTRIES = "Arg(?:ument)?s|Param(?:eter)?s|Attributes|Raises|Exceptions|Except"
+_FACTS = f"{_ENTRIES}|Returns|Yields"
+# The title of a section of entries, and its lines.
+_GOOGLE_ENTRIES = re.compile(
+    rf"^((?:{_ENTRIES}):[ \t]*\n)((?:[ \t]+\S.*(?:\n|\Z)|[ \t]*\n)+)", re.MULTILINE
+)
 _GOOGLE_TITLE = re.compile(rf"^(?:{_FACTS}|Examples?):[ \t]*$", re.MULTILINE)
 _KEPT = r"(?:Examples?|Notes?|Warnings?):"
 _OTHER = rf"(?:{_FACTS}|Todos?|References?|Outputs?|See [Aa]lso):"

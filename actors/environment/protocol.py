@@ -127,11 +127,14 @@ def text_of_content(content: object) -> str:
         )
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else type_of(part)
-        text = part.get("text") if isinstance(part, Mapping) and kind == "text" else None
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else None
         if not isinstance(text, str):
+            got = f"{type_of(part)} of type {kind!r:.40}" if kind else type_of(part)
+            if kind == "text":
+                got = f"a text part with the text {text!r:.40}"
             raise ValueError(
-                f"content[{index}]: got {kind!r:.40}, expected a text part such as "
+                f"content[{index}]: got {got}, expected a text part such as "
                 "{'type': 'text', 'text': 'Hi'}, because the policy reads only text; write it as "
                 "text, or remove it"
             )
@@ -222,7 +225,8 @@ class ToolSchema:
             kind = schema.get("type", ()) if isinstance(schema, Mapping) else ()
             if not (isinstance(kind, str) or _are_names(kind)):
                 raise TypeError(
-                    f"{what}: the type of {name}: got {kind!r}, expected a JSON type, or a list"
+                    f"{what}: the type of {name}: got {kind!r}, expected the name of a JSON type "
+                    "such as 'string', or a list of names"
                 )
 
     def for_template(self) -> dict[str, Any]:
@@ -333,7 +337,10 @@ class Observation:
         object.__setattr__(self, "tools", tuple(self.tools))
         best = self.best_return
         if best is not None and not (isinstance(best, Real) and math.isfinite(best)):
-            raise TypeError("observation: best_return: expected None or a finite number")
+            raise TypeError(
+                f"observation: best_return: got {best!r:.40}, expected a finite number, or None if "
+                "it is not known"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

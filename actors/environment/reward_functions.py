@@ -181,8 +181,8 @@ class RewardFunction:
     ) -> list[Score]:
         """Call the function once for all answers of a group, and return a score for each answer.
 
-        A column becomes a list that repeats the column's value for each answer. As in the library
-        verifiers, the function can take the list under two names.
+        A column becomes a list that repeats the column's value for each answer. The function can
+        take the list under the column's name, or under this name with an s (as in `verifiers`).
         Example: for two answers, the column task="a" becomes task=["a", "a"] and tasks=["a", "a"].
 
         Raises: the same exceptions as `score`.

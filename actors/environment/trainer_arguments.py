@@ -19,7 +19,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +27,7 @@ LOGS = frozenset({"log_metric", "log_extra"})
 TRAINER_ARGUMENTS = LOGS | {TRAINER_STATE}
 # Limits on what one call logs. Logs beyond them are dropped, because only people read logs.
 MAX_LOGGED, MAX_NAME, MAX_EXTRA_CHARS = 64, 128, 1000
+_CONTAINERS = (list, dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,17 @@ def call_with_logs(
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of a list or a dict, which a function may change; other values unchanged."""
-    return deepcopy(value) if type(value) in (list, dict) else value
+    """Return a copy of a list or a dict, which a function may change; other values unchanged.
+
+    The lists and dicts inside are copied too. All other values of a task's data are immutable.
+    """
+    # Without a call for each number or text, so that a column of many of them takes little time.
+    if type(value) is list:
+        return [copy_of(each) if type(each) in _CONTAINERS else each for each in value]
+    if type(value) is dict:
+        pairs = value.items()
+        return {key: copy_of(each) if type(each) in _CONTAINERS else each for key, each in pairs}
+    return value
 
 
 def copy_of_each(lists: Mapping[str, Any]) -> dict[str, Any]:

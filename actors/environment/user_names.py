@@ -260,7 +260,10 @@ def hides_arguments(function: Callable[..., Any]) -> bool:
 
 
 def bound_name(function: Callable[..., Any]) -> str:
-    """Return the name of a bound method's first argument (self); empty for a plain function."""
+    """Return the name that a bound method gives its first argument, usually "self".
+
+    Empty for a plain function. No column is passed under this name.
+    """
     if isinstance(function, partial) and function.args:
         # A method of an instance that a worker keeps: a placeholder takes the place of self.
         return next(iter(inspect.signature(function.func).parameters), "")

@@ -58,8 +58,8 @@ class BuiltStep:
     def report_after(self, *, is_all_skipped: bool, dropped: TokenCounts) -> StepReport:
         """Return the report with the final counts of tokens.
 
-        Args: is_all_skipped: whether all updates of the step were skipped. dropped: the sampled
-        tokens of attempts that no step took, counted since the previous step.
+        Args: is_all_skipped: whether all updates of the step were skipped. dropped: the
+        tokens of attempts that ended since the previous step without being used by any step.
         """
         own = self.report.tokens
         if is_all_skipped:

@@ -16,33 +16,45 @@ _OLDER = {
     "tokenizer.json": ("AutoTokenizer", "vocab.*", "*.model", "*.tiktoken"),
 }
 
+# Where the hub's cache and a trainer of transformers store models.
+_INSIDE = ("snapshots/*/", "checkpoint-*/")
+
 
 def remedy_of_missing(directory: Path, missing: Sequence[str]) -> str:
     """Return what to do about a directory that lacks files of a model, as a clause of an error.
 
     missing: which of config.json, tokenizer.json and *.safetensors the directory lacks.
     """
-    if (directory / ADAPTER).is_file():
+    models = [file.parent for place in _INSIDE for file in directory.glob(f"{place}config.json")]
+    if models and "config.json" in missing:
+        main = directory / "refs" / "main"
+        commit = main.read_text("utf-8", "replace").strip() if main.is_file() else ""
+        # checkpoint-1000 is newer than checkpoint-500.
+        named = max(models, key=lambda model: (model.name == commit, len(model.name), model.name))
+        return f"the model is in a directory inside it; name {named}"
+    if adapters := [file for place in ("", *_INSIDE) for file in directory.glob(place + ADAPTER)]:
         return (
-            f"it has only an adapter ({ADAPTER}); merge it into its model first "
+            f"it has only an adapter ({adapters[0]}); merge it into its model first "
             "(merge_and_unload of peft), save model and tokenizer (save_pretrained), and name "
             "their directory"
         )
-    if snapshots := list(directory.glob("snapshots/*/config.json")):
-        main = directory / "refs" / "main"
-        commit = main.read_text("utf-8", "replace").strip() if main.is_file() else ""
-        named = max(snapshots, key=lambda file: (file.parent.name == commit, file))
-        return f"it is an entry of the hub's cache; name {named.parent}"
+    files = sorted(directory.glob("*.gguf"))
+    if files and "*.safetensors" in missing:
+        return f"name a GGUF file in it, such as {files[0]}"
     if "config.json" in missing:
-        return "export a checkpoint with `rayloom export`"
-    saved = []
-    for loader, *older in (_OLDER[name] for name in missing):
+        return "download the model again, or export a checkpoint of a run with `rayloom export`"
+    for _, *older in (_OLDER[name] for name in missing):
         if not any(any(directory.glob(pattern)) for pattern in older):
-            return "its download or export is incomplete; repeat it"
-        saved.append(
-            f"{loader}.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
-        )
-    return f"save its older files in this format with transformers: {' and '.join(saved)}"
+            return (
+                "its download or export is incomplete, or it has another format; repeat it, or "
+                "name a model in this format"
+            )
+    # A new directory, because the files of a snapshot in the hub's cache are links to its blobs.
+    saved = " and ".join(
+        f"{loader}.from_pretrained({str(directory)!r}).save_pretrained('NEW')"
+        for loader, *_ in _OLDER.values()
+    )
+    return f"save it in this format in a new directory with transformers: {saved}; name NEW"
 
 
 def check_special_tokens(

@@ -9,6 +9,7 @@ for the trajectory.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -267,7 +268,7 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     This is the first of these turns that exists:
     1. The turn with the number `named`, to which the client gave the reward.
     2. The newest turn in a conversation that has several turns or quotes a sampled reply.
-    3. The turn with the longest prompt; the newest of several.
+    3. The newest turn that does not look like a request for a title, or the newest of all.
 
     counted: the trained turns.
     """
@@ -277,7 +278,8 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     for node in reversed(counted):
         if _is_continuing(node, tree.nodes):
             return node
-    return max(counted, key=lambda node: (node.num_prompt_tokens, node.turn.number), default=None)
+    others = [node for node in counted if not _is_like_a_title(node, tree.nodes)] or counted
+    return others[-1] if others else None
 
 
 def follows(tree: SessionTree, place: Place) -> int | None:
@@ -446,13 +448,22 @@ def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
 def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
     """Return whether the agent uses the turn's reply later, as it is.
 
-    This is so if the reply is the whole content of a later message, or a whole value in the
-    arguments of a later tool call.
+    This is so if the reply is the whole content of a later message, a whole value in the arguments
+    of a later call, or the end or a JSON string of a tool's result. AutoGen writes a helper's name
+    before its reply, and Google's ADK writes `{"result": "..."}`.
     """
     said = node.turn.reply.content.strip()
     later = nodes[node.turn.number + 1 :]
-    messages = (m for each in later for m in (*each.turn.new_messages, each.turn.reply))
-    return bool(said) and any(value == said for value in values_of(messages))
+    messages = [m for each in later for m in (*each.turn.new_messages, each.turn.reply)]
+    if not said or any(value == said for value in values_of(messages)):
+        return bool(said)
+    written = json.dumps(said), json.dumps(said, ensure_ascii=False)
+    results = (m.content.strip() for m in messages if m.role is Role.TOOL)
+    return any(
+        any(form in text for form in written)
+        or (text.endswith(said) and not text[: -len(said)][-1:].isalnum())
+        for text in results
+    )
 
 
 def _is_continuing(node: Node, nodes: Sequence[Node]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 from actors.environment.protocol import Message, Role
@@ -34,11 +35,12 @@ class ReplyText:
         """The texts of the reply that a later prompt may quote; empty ones are left out.
 
         They are the reply's content, the arguments of each call as clients print them, and the
-        strings in these arguments.
+        strings in these arguments and in the content's JSON.
         """
         given = [json.loads(text) for _, _, text in self.message.call_texts]
         printed = (each for arguments in given for each in _printed(arguments))
-        inner = (each for arguments in given for each in _strings(arguments))
+        trees = (*given, _json_in(self.message.content))
+        inner = (each for tree in trees for each in _strings(tree))
         found = (each.strip() for each in (self.message.content, *printed, *inner))
         return tuple(each for each in found if each and each != "{}")
 
@@ -96,6 +98,16 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
     for message in messages:
         yield message.content
         yield from (arguments for _, _, arguments in message.call_texts)
+
+
+def _json_in(text: str) -> object:
+    """Return the JSON object or list in a text, also from a fenced block; None without one."""
+    starts = [at for at in (text.find("{"), text.find("[")) if at >= 0]
+    if not starts:
+        return None
+    with suppress(ValueError, RecursionError):
+        return json.loads(text[min(starts) : max(text.rfind("}"), text.rfind("]")) + 1])
+    return None
 
 
 def _printed(arguments: object) -> tuple[str, ...]:

@@ -213,11 +213,14 @@ class Sampler:
 
         A name is the field `name` of a message. Names of tool results are kept.
 
-        Raises: Refused if `sessions.unsupported` is "refuse" and a name of a system or user message
-            would not be shown. An empty name, or a name equal to the role, is removed all the same.
+        Raises: Refused if `sessions.unsupported` is "refuse" and the template would not show two
+            different names of system messages, or of user messages. A single name is counted as
+            ignored. An empty name, or a name equal to the role, does not count.
         """
         template = self._renderer.under(request.template_options).template
         messages, ignored = list(request.messages), request.ignored
+        names = {(m.role, m.name.casefold()) for m in messages if m.name not in (None, "", m.role)}
+        roles = [role for role, _ in names]
         for number, message in enumerate(messages):
             name, role = message.name, message.role
             if name is None or role is Role.TOOL or template.shows_author(role):
@@ -225,13 +228,13 @@ class Sampler:
             messages[number] = replace(message, name=None)
             if role is Role.ASSISTANT or name in ("", role):
                 continue
-            if not self._ignores:
+            if roles.count(role) > 1 and not self._ignores:
                 where = f"messages[{number}].name"
                 raise Refused(
                     RefusalCode.UNSUPPORTED_PARAMETER,
-                    f"{where}: got {shown(name)!r}, but the model's chat template does not show "
-                    f"the name of a message of role {role}; write the name into the text, "
-                    "remove it, or set sessions.unsupported: ignore",
+                    f"{where}: got {shown(name)!r} and another name, but the model's chat template "
+                    f"does not show the names of messages of role {role}; write the names into "
+                    "the texts, remove them, or set sessions.unsupported: ignore",
                     param=where,
                 )
             ignored = (*request.ignored, "messages.name")

@@ -32,7 +32,7 @@ def policy_adapter() -> LoRARequest:
 def install_adapter(manager: LoRAModelManager, tensors: Mapping[str, Tensor]) -> None:
     """Install tensors as the LoRA adapter of an engine's worker, between two scheduler steps.
 
-    Args: tensors: A and alpha / rank * B of every adapted layer, by PEFT's names.
+    Args: tensors: by PEFT's names, A of each adapted layer, and B multiplied by alpha / rank.
     Raises: ValueError if there are no tensors, or if vLLM's model lacks an adapted layer.
     """
     if not tensors:

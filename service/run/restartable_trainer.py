@@ -185,7 +185,8 @@ class RestartableTrainer:
     async def abandon(self) -> None:
         """Make the current `score` or `step` raise StepAbandoned if it can still be abandoned.
 
-        Do nothing while a new group trains kept steps again.
+        Do nothing during a restart, while a new group of ranks repeats the steps since the last
+        checkpoint.
         """
         if not self.is_restarting:
             await self._group.abandon()

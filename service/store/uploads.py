@@ -35,7 +35,7 @@ from service.store.run_store import RunStore
 
 
 class UploadsFull(Exception):
-    """Too many bytes of uploaded trajectories wait until the queue admits their groups.
+    """A request's trajectories exceed the bytes that may wait for the admission of their groups.
 
     Nothing of the refused request is stored.
     """

@@ -197,22 +197,23 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
         ),
         pytest.param(
             ["config.json", "tokenizer.json", "pytorch_model.bin"],
-            r"safetensors; .*: AutoModelForCausalLM\.from_pretrained\('(.*)'\)\.save_.*\('\1'\)$",
+            r"safetensors; .* AutoModelForCausalLM\.from_pretrained\('.*'\)\.save_.*'NEW'\) "
+            r"and AutoTokenizer\.from_pretrained\('.*'\)\.save_pretrained\('NEW'\); name NEW$",
             id="weights_of_torch",
         ),
         pytest.param(
             ["config.json", "vocab.json", "merges.txt", "model.safetensors"],
-            r"tokenizer\.json; .*: AutoTokenizer\.from_pretrained\('(.*)'\)\.save_.*\('\1'\)$",
+            r"tokenizer\.json; .* AutoTokenizer\.from_pretrained\('.*'\)\.save_.*; name NEW$",
             id="a_tokenizer_of_two_files",
         ),
         pytest.param(
             ["config.json", "tokenizer.json", "vocab.json", "merges.txt", "training_args.bin"],
-            r"safetensors; .* its download or export is incomplete; repeat it$",
+            r"safetensors; .* is incomplete, or it has another format; repeat it, .*$",
             id="a_download_without_the_weights",
         ),
         pytest.param(
             ["config.json", "pytorch_model.bin"],
-            r"tokenizer\.json, .*safetensors; .* its download or export is incomplete; repeat it$",
+            r"tokenizer\.json, .*safetensors; .* is incomplete, or it has another format; repeat",
             id="weights_of_torch_without_a_tokenizer",
         ),
         pytest.param(
@@ -227,7 +228,30 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
             id="an_entry_of_the_hubs_cache_without_a_branch",
         ),
         pytest.param(
-            ["shard-0.pt"], "export a checkpoint with `rayloom export`$", id="a_checkpoint"
+            ["checkpoint-500/config.json", "checkpoint-1000/config.json"],
+            r"safetensors; .* name .*/model/checkpoint-1000$",
+            id="the_output_of_a_trainer",
+        ),
+        pytest.param(
+            ["refs/main", "snapshots/a1b2/adapter_config.json"],
+            r"safetensors; .* only an adapter \(.*/snapshots/a1b2/.*\); merge it",
+            id="an_adapter_in_the_hubs_cache",
+        ),
+        pytest.param(
+            ["refs/main", "snapshots/a1b2/tokenizer.json"],
+            r"download the model again, or",
+            id="an_incomplete_entry_of_the_hubs_cache",
+        ),
+        pytest.param(
+            ["b.gguf", "a.gguf"], r"safetensors; .* GGUF file .* /.*/model/a\.gguf$", id="gguf"
+        ),
+        pytest.param(
+            ["config.json", "tokenizer.json", "a.gguf"],
+            r"safetensors; .* GGUF file .* /.*/model/a\.gguf$",
+            id="gguf_with_the_settings",
+        ),
+        pytest.param(
+            ["shard-0.pt"], "export a checkpoint of a run with `rayloom export`$", id="a_checkpoint"
         ),
     ],
 )

@@ -237,7 +237,7 @@ async def test_text_parts_of_a_reset_are_added_and_other_values_are_refused(inli
         assert start.messages[-1].content == f"Go.{added}"
         await environment.close()
     for shown, got in (
-        ([*parts, {"type": "image"}], r"a wrong list: content\[2\]: got 'image'"),
+        ([*parts, {"type": "image"}], r"a wrong list: content\[2\]: got a dict of type 'image'"),
         ({"a": 1}, "a dict, expected text, a list of text parts or None; return one of these"),
     ):
         environment = ToolsEnvironment(ToolsOptions(tools=("contained_of_test.py:Desk",)))

@@ -41,6 +41,18 @@ def read(path: Path) -> list[Task]:
         ),
         ("empty.csv", b'prompt,answer\n"a\n"",", ""\n', "line 3: .* value of answer"),
         ("more.csv", b'prompt,answer\na, "1, 2"\n', "without a space before the quote"),
+        (
+            "spark.csv",
+            b'prompt,answer\na,1\n\n"say\n\\"b\\"",1\n',
+            r'spark\.csv, line 4: .* doubled \(""',
+        ),
+        (
+            "after.csv",
+            b'"prompt" ,answer\na,1\n',
+            r"after\.csv, line 1: .* nothing between its last",
+        ),
+        ("text.tsv", b'prompt\tanswer\n"Yes," he said\t1\n', r"text\.tsv, line 2: .*; correct the"),
+        ("open.csv", b'prompt,answer\n"a,1\nb,2\n', r"open\.csv, line 2: .*unexpected end of data"),
         ("spaces.csv", b"answer,prompt, answer\n1,a,2\n", "the column answer occurs twice"),
         (
             "keys.jsonl",

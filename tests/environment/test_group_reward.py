@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from actors.environment.group_scoring import score_together
 from actors.environment.protocol import StepResult
 from actors.environment.registry import BadEnvironmentOptions, resolve
 from actors.environment.settings import RolloutSettings, rollout_settings
+from actors.environment.trainer_arguments import copy_of_each
 from actors.types import Outcome, Task, Trajectory
 
 DATA = {"prompt": "2 + 2", "answer": "4"}
@@ -82,6 +85,27 @@ async def test_a_function_may_change_an_answers_columns_and_prompt(inline: bool)
     found = await scored(["red", "red", "red"], about=task(**data), group_reward=named("consumes"))
     assert [each.episode_return for each in found] == [1.25] * 3
     assert data == {"prompt": [{"role": "user", "content": "Name red"}], "words": ["blue", "red"]}
+
+
+def test_each_answer_has_its_own_copy_of_a_column_without_a_call_for_each_value() -> None:
+    cases = [{"numbers": list(range(1000))}, {"input": {"lines": ["a"]}}]
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, value: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        copied = copy_of_each({"cases": [cases] * 4, "prompt": "2 + 2"})
+    finally:
+        sys.setprofile(before)
+    assert num_calls < 100
+    copied["cases"][0][0]["numbers"].clear()
+    copied["cases"][1][1]["input"]["lines"].append("b")
+    assert copied["cases"][2:] == [cases] * 2
+    assert cases == [{"numbers": list(range(1000))}, {"input": {"lines": ["a"]}}]
 
 
 async def test_columns_are_sent_to_a_worker_once_and_only_if_the_function_takes_them(

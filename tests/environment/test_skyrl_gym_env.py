@@ -140,7 +140,7 @@ async def test_an_observation_may_have_text_parts_and_a_number_but_no_image() ->
         await environment.reset(_task(prompt="Go.", start=3))
         assert (await _answered(environment, given)).messages[0].content == shown
     await environment.reset(_task(prompt="Go.", start=3))
-    wrong = r"skyrl_gym: the environment's message 1: content\[0\]: got 'image_url', expected"
+    wrong = r"the environment's message 1: content\[0\]: got a dict of type 'image_url', expected"
     with pytest.raises(ValueError, match=wrong):
         await _answered(environment, '[{"type": "image_url"}]')
     await environment.close()

@@ -469,6 +469,37 @@ async def test_a_function_made_by_another_has_the_name_given_in_the_options() ->
     assert await tools[1].call({"query": "x"}, limit_s=5) == "x in the cellar"
 
 
+WITHOUT_COLONS = """Add.
+
+Args:
+    a: One, for example:
+
+        add(1, 2)
+
+    The first is shown
+    first.
+    b (int, optional)
+        Two.
+
+Raises:
+    ValueError if there is none
+"""
+
+
+def test_a_line_without_a_colon_does_not_hide_the_descriptions_of_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(add, "__doc__", WITHOUT_COLONS)
+    schema = read_function(add, where="tool add").schema
+    assert schema.description == "Add."
+    shown = {name: each["description"] for name, each in schema.parameters["properties"].items()}
+    assert shown == {"a": "One, for example:\nadd(1, 2)\n\nThe first is shown\nfirst.", "b": "Two."}
+    # Nothing is left out of a section that cannot be read.
+    other = "Add.\n\nArgs:\n    a {int} -- One.\n    b {int} -- Two."
+    monkeypatch.setattr(add, "__doc__", other)
+    assert read_function(add, where="tool add").schema.description == other
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

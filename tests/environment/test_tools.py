@@ -520,11 +520,12 @@ async def test_a_failing_reward_function_is_a_reward_error() -> None:
 
 
 async def test_a_function_that_does_not_take_the_messages_costs_no_copy_of_them() -> None:
-    messages = [{"content": (each for each in "")}]  # a generator cannot be copied
+    messages: list[Any] = []
+    messages.append(messages)  # a list that contains itself cannot be copied
     [reads], [ignores] = map(load_functions, named("by_messages", "by_environment"))
     extras = {"environment": Counter(), "messages": messages}
     assert (await ignores.score("Done.", {}, extras=extras)).value == 0.0
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(RecursionError):
         await reads.score("Done.", {}, extras=extras)
 
 

@@ -313,23 +313,26 @@ async def test_a_name_added_to_a_reply_is_ignored_if_the_template_shows_no_names
 
 
 @pytest.mark.parametrize("message", [user("Hi"), system("Be terse.")], ids=["user", "system"])
-async def test_the_name_of_a_speaker_is_in_the_prompt_or_the_request_is_refused(
+async def test_the_names_of_speakers_are_in_the_prompt_or_the_request_is_refused(
     tmp_path: Path, message: Message
 ) -> None:
-    alice = replace(message, name="Alice")
+    alice, bob = replace(message, name="Alice"), replace(message, name="Bob")
     place, role = tmp_path / "refuses", message.role
     place.mkdir()
     gateway = await Gateway(place, chat_renderer=renderer("plain")).opened()
     with pytest.raises(Refused) as refused:
-        await gateway.ask(user("a"), alice, user("b"))
+        await gateway.ask(user("a"), alice, user("b"), bob)
     assert refused.value.code is RefusalCode.UNSUPPORTED_PARAMETER
     assert str(refused.value) == (
-        "messages[1].name: got 'Alice', but the model's chat template does not show the name of a "
-        f"message of role {role}; write the name into the text, remove it, or set "
-        "sessions.unsupported: ignore"
+        "messages[1].name: got 'Alice' and another name, but the model's chat template does not "
+        f"show the names of messages of role {role}; write the names into the texts, remove them, "
+        "or set sessions.unsupported: ignore"
     )
-    # A name that equals the role adds nothing and is accepted.
-    await gateway.ask(replace(message, name=role.value), user("b"))
+    # A name that equals the role adds nothing and is accepted. A single name tells nobody apart;
+    # Semantic Kernel gives each system message the name of its agent.
+    await gateway.ask(replace(message, name=role.value), user("b"), alice, alice)
+    ended = await gateway.finish(1.0)
+    assert ended.end is not None and ended.end.totals.ignored == {"messages.name": 1}
     place = tmp_path / "shows"
     place.mkdir()
     policy = Policy()

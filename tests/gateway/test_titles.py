@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from worlds.agents.session_player import SessionPlayer, says, system, user
+from worlds.agents.session_player import SessionPlayer, result, says, system, user
 
 from actors.environment.protocol import ToolCall, ToolSchema
 from actors.types import LeftOutReason
@@ -46,14 +46,36 @@ def test_a_title_does_not_get_the_reward_and_is_left_out_if_the_option_is_set() 
         assert len(alone.samples()) == len(trained(alone.tree)) == 1
 
 
-def test_among_single_turns_the_longest_prompt_gets_the_reward() -> None:
+def test_among_single_turns_the_newest_gets_the_reward_unless_it_is_like_a_title() -> None:
+    """Check a program of prompts that rewrites its replies, as DSPy's ReAct does."""
     player = SessionPlayer()
-    for number, question in enumerate(("a long question", "a", "a long one of it", "b")):
-        player.ask([user(question)], says("xyz"[number % 3]))
-    longest = max(range(4), key=lambda n: (player.tree.nodes[n].num_prompt_tokens, n))
-    assert player.judged() == longest and player.judged(1) == 1
+    steps = ("Where is order 7? Think.", "thought_0: look it up; observation_0: Rome", "answer")
+    for number, question in enumerate(steps):
+        player.ask([system(f"step {number}"), user(question)], says("xyz"[number]))
+    assert player.judged() == 2 and player.judged(1) == 1
     (last,) = (turn for s in player.samples(reward=1.0, named=1) for turn in s.turns if turn.reward)
     assert last.index == 1
+    player.ask([system("title"), user("Where is order 7? Think.")], says("An order"))
+    assert player.judged() == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Two rows.",
+        "helper: Two rows.",
+        '{"result": "Two rows."}',
+    ],
+)
+def test_the_reply_of_a_helper_that_a_tools_result_contains_is_no_title(text: str) -> None:
+    """Check AutoGen's and ADK's tools, whose helper gets the user's question word for word."""
+    player = SessionPlayer(leaves_titles_out=True)
+    tool = ToolSchema(name="ask", description="", parameters={"type": "object"})
+    asks = ToolCall(id="c", name="ask", arguments={"question": "hi"})
+    one = player.ask([system("agent"), HI], says("", asks), tools=(tool,))
+    player.ask([system("helper"), HI], says("Two rows."))
+    player.ask([system("agent"), HI, one, result("c", text)], says("It has two."), tools=(tool,))
+    assert player.judged() == 2 and player.trajectory().left_out == {}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +86,9 @@ def test_among_single_turns_the_longest_prompt_gets_the_reward() -> None:
         ("a", "Name this chat", False),
         ("\u7b54", "\u4e00\u7b54\u6848", True),
         ("", "anything", False),
+        # A program that reads the reply's JSON.
+        ('```json\n{"steps": ["look it up", 2]}\n```', "Do: look it up", True),
+        ('{"steps": ["hi"]}', "Do: hi", False),
         # The text was already in the question of its own turn.
         ("hi", "name this: hi", False),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import field, make_dataclass
@@ -143,6 +144,69 @@ def test_a_tool_stored_by_value_may_take_a_dataclass(
     read = read_function(as_found_by_a_run(find, what="tools"), where="tool")
     arguments = read.arguments.model_validate({"query": {"text": "a"}})
     assert arguments.model_dump(by_alias=True) == {"query": {"text": "a", "most": 3}}
+
+
+# The script of a user, whose annotations are texts.
+SCRIPT = """\
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from typing_extensions import NotRequired, TypedDict
+
+from rayloom.given import name_of
+
+
+@dataclass
+class Place:
+    kind: Literal["town", "city"] = "town"
+
+
+@dataclass
+class Query:
+    place: Place | None = None
+
+
+class Options(TypedDict):
+    most: NotRequired[int]
+
+
+class Range(NamedTuple):
+    begin: Place
+
+
+def find(query: Query, options: Options, range: Range) -> str:
+    \"\"\"Search.\"\"\"
+    return f"{query.place.kind} {options} {range.begin.kind}"
+
+
+if __name__ == "__main__":
+    print(name_of(find, Path(sys.argv[1]), what="tools"))
+    assert Query.__annotations__["place"] == "Place | None"
+    assert Query.__dataclass_fields__["place"].type == "Place | None"
+"""
+
+
+def test_a_tool_of_a_script_may_take_classes_whose_annotations_are_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    module, _, name = done.stdout.strip().partition(":")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tool = read_function(getattr(importlib.import_module(module), name), where="tool")
+    read = tool.read(
+        {"query": {"place": {"kind": "city"}}, "options": {}, "range": [{"kind": "town"}]}
+    )
+    assert tool.function(**read) == "city {} town"
 
 
 def test_a_stored_wrapper_is_shown_by_its_own_source(own: ModuleType, tmp_path: Path) -> None:

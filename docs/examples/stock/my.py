@@ -20,7 +20,7 @@ def stock(item: str) -> int:
 
 
 def score(completion: str, answer: str, messages: Sequence[Any] = ()) -> dict[str, float]:
-    """Reward the right number, the last one of the answer, and report whether a call worked."""
+    """Return score 1 if the completion's last number is right, and whether a call worked."""
     numbers = re.findall(r"\d+", completion)
     results = [each["content"] for each in messages if each["role"] == "tool"]
     called = any(not result.startswith("error") for result in results)

@@ -145,7 +145,10 @@ def _git(repository: Path, *arguments: str) -> bytes:
     except FileNotFoundError:
         raise GitFailed("git is not installed; expected it on the path") from None
     except subprocess.TimeoutExpired:
-        raise GitFailed(f"git {arguments[0]} took longer than {_GIT_LIMIT_S:g} s") from None
+        raise GitFailed(
+            f"git {arguments[0]} in {repository} needs more than {_GIT_LIMIT_S:g} s; use a clone "
+            "on a local disk, or a smaller repository"
+        ) from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise GitFailed(
