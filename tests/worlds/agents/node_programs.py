@@ -81,12 +81,13 @@ FRAMEWORKS = (
             "smolagents_tools.py",
         )
     ),
-    # The versions that these frameworks need exclude each other.
+    # Each of these has an environment of its own: some need versions that others exclude.
     *(
         CommandLine(name=name, arguments=(), env=env, environment=environment)
         for name, environment, env in (
             ("agno_tools.py", "agno", {"AGNO_TELEMETRY": "false"}),
-            ("crewai_crew.py", "crewai", {"CREWAI_DISABLE_TELEMETRY": "true", **_NO_PRICES}),
+            ("crewai_text.py", "crewai", {"CREWAI_DISABLE_TELEMETRY": "true", **_NO_PRICES}),
+            ("crewai_tools.py", "crewai", {"CREWAI_DISABLE_TELEMETRY": "true"}),
             ("dspy_react.py", "dspy", _NO_PRICES),
             ("google_adk_handoff.py", "google_adk", _NO_PRICES),
             ("haystack_tools.py", "haystack", {"HAYSTACK_TELEMETRY_ENABLED": "False"}),

@@ -1,4 +1,4 @@
-"""A crew of CrewAI with one agent, whose model is named as for LiteLLM."""
+"""A crew of CrewAI over LiteLLM, whose agent names its tool and the arguments in its text."""
 
 import sys
 from pathlib import Path
