@@ -333,16 +333,18 @@ def python_values(value: Any) -> Any:
 
     Unlike `tolist`, this function never turns a date or duration into an integer.
 
-    Raises: TypeError for a masked value, a missing date or duration, and a date or duration that
-    Python's types cannot hold.
+    Raises: TypeError for a masked value, for numpy's missing date or duration, and for a date or
+    duration that Python's types cannot hold.
     """
     if np.ma.is_masked(value):
         raise TypeError("an array with masked values")
-    kind = getattr(getattr(value, "dtype", None), "kind", "")
-    if kind not in ("M", "m"):
+    dtype = getattr(value, "dtype", None)
+    # `tolist` of pandas' own types, such as times with a zone, returns no integers.
+    if not isinstance(dtype, np.dtype) or dtype.kind not in ("M", "m"):
         return value.tolist()
-    # numpy returns times that are finer than Python's as integers.
-    times = value.astype(f"{kind}8[us]")
+    # numpy returns days as dates, and times that are finer than Python's as integers.
+    is_days = dtype.kind == "M" and np.datetime_data(dtype)[0] in ("Y", "M", "W", "D")
+    times = value if is_days else value.astype(f"{dtype.kind}8[us]")
     found = np.asarray(times).astype(object).flat
     if not all(isinstance(each, date | timedelta) for each in found):
         raise TypeError("a missing date or duration, or one that Python cannot hold")

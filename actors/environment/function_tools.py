@@ -161,6 +161,9 @@ def _answer_of(
 def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
     """Call a method of an instance, if there is one, and return its answer; otherwise None.
 
+    Return None also for an answer that nobody reads: the instance itself, or that of `close`. A
+    worker could not send every such answer.
+
     columns: entries of the task's data. The method gets those that its signature names, or all
     entries if it has a `**` parameter.
     """
@@ -171,7 +174,15 @@ def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
     arguments = dict(columns)
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
-    return method(**arguments)
+
+    def read(found: Any) -> Any:
+        return None if found is instance or name == "close" else found
+
+    async def awaited(found: Awaitable[Any]) -> Any:
+        return read(await found)
+
+    found = method(**arguments)
+    return awaited(found) if inspect.isawaitable(found) else read(found)
 
 
 async def _awaited(found: Awaitable[Any]) -> tuple[str, bool]:

@@ -74,7 +74,12 @@ def dies() -> str:
 class Desk:
     def reset(self, answer, **columns):
         self.answer, self.items = answer, []
+        # A worker cannot send an open file.
+        self.file = open(os.devnull)
         return self if columns.get("shown") == "self" else columns.get("shown", " Desk:")
+    async def close(self):
+        self.file.close()
+        return self.file
     def put(self, item: str) -> int:
         """Put it there."""
         self.items.append(item)

@@ -136,13 +136,15 @@ async def test_an_observation_may_have_text_parts_and_a_number_but_no_image() ->
         ('[{"type": "text", "text": "Again."}]', "Again."),
         ("0", "0"),
         ('["a", 1]', "['a', 1]"),
+        ('[{"type": "enemy", "hp": 3}]', "[{'type': 'enemy', 'hp': 3}]"),
     ):
         await environment.reset(_task(prompt="Go.", start=3))
         assert (await _answered(environment, given)).messages[0].content == shown
-    await environment.reset(_task(prompt="Go.", start=3))
-    wrong = r"the environment's message 1: content\[0\]: got a dict of type 'image_url', expected"
-    with pytest.raises(ValueError, match=wrong):
-        await _answered(environment, '[{"type": "image_url"}]')
+    for kind in ("image_url", "input_audio", "video", "file"):
+        await environment.reset(_task(prompt="Go.", start=3))
+        wrong = rf"the environment's message 1: content\[0\]: got a dict of type '{kind}', expected"
+        with pytest.raises(ValueError, match=wrong):
+            await _answered(environment, f'[{{"type": "{kind}"}}]')
     await environment.close()
 
 

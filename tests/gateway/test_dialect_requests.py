@@ -166,6 +166,7 @@ CHAT = Words(
         "reasoning_effort": "high", "functions": None, "stream": False, "tool_choice": "auto",
         "modalities": ["text"], "anything_unknown": None, "max_completion_tokens": 5,
         "function_call": "auto", "stream_options": {"continuous_usage_stats": False},
+        "documents": [],
     },
     conversation={"messages": [
         {"role": "developer", "content": [{"type": "text", "text": "a"}]},

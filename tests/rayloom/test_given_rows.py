@@ -135,7 +135,10 @@ def test_nulls_that_a_data_set_adds_to_tool_schemas_are_removed(tmp_path: Path) 
             r"row 2, column labels: got a value that is not JSON \(the key 1 of a dict is not a te",
         ),
         ([{"prompt": "q", "1": 1, 1: 2}], "row 1, column 1: got .*another column is also named 1"),
-        ([{"prompt": "q", "when": pd.NaT}], "row 1, column when: got a value that is not JSON"),
+        *(
+            ([{"prompt": "q", "when": value}], "row 1, column when: got a value that is not JSON")
+            for value in (pd.NaT, pd.to_datetime([None], utc=True))
+        ),
         *(
             ([{"prompt": "q", "when": value}], rf"row 1, column when: got a value .*{words}")
             for value, words in (
@@ -193,6 +196,10 @@ def test_missing_values_and_duplicate_columns_are_refused(tmp_path: Path) -> Non
         (date(2024, 1, 2), "2024-01-02"),
         (pd.Timestamp("2024-01-02T03:04:05Z"), "2024-01-02T03:04:05+00:00"),
         (np.array(["2024-01-02"], dtype="datetime64[ns]"), ["2024-01-02T00:00:00"]),
+        (np.datetime64("2024-01-02"), "2024-01-02"),
+        (np.array([["2024-01"]], dtype="datetime64[M]"), [["2024-01-01"]]),
+        (np.timedelta64(2, "D"), 172800.0),
+        (pd.to_datetime(["2024-01-02"], utc=True), ["2024-01-02T00:00:00+00:00"]),
         ([timedelta(seconds=90)], [90.0]),
         ({"price": Decimal("1.50"), "count": Decimal(2)}, {"price": 1.5, "count": 2}),
         (pd.Categorical(["a", "b"]), ["a", "b"]),

@@ -13,6 +13,7 @@ first used; its calls, which may block, run in threads.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from actors.types import Task
 from actors.user_code import in_thread
 
 SKYRL_GYM = "skyrl_gym"
+# The types of a message's parts, such as text, image_url and input_audio.
+_PART = re.compile(r"text|file|(?:image|audio|video|input)(?:_\w+)?")
 
 
 def import_skyrl_gym() -> ModuleType:
@@ -130,11 +133,12 @@ def _messages(chat: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 def _content(message: Mapping[str, Any]) -> Any:
     """Return a message's content if it is a list of parts; otherwise return it as text.
 
-    The environment may give a number, or a list of other values. Missing content is an empty text.
+    The environment may give a number, or a list of other values, such as objects with a `type` of
+    their own. Missing content is an empty text.
     """
     given = message.get("content")
     is_parts = isinstance(given, list | tuple) and all(
-        isinstance(part, Mapping) and "type" in part for part in given
+        isinstance(part, Mapping) and _PART.fullmatch(str(part.get("type"))) for part in given
     )
     return given if is_parts else "" if given is None else str(given)
 

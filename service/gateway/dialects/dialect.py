@@ -225,7 +225,7 @@ COMMON: Parameters = {
         "as tools do"
     ),
     "logit_bias": ignorable(UNCONSTRAINED, {}),
-    "documents": refused("send them in a message"),
+    "documents": refused("send them in a message", []),
     "add_generation_prompt": refused(OWN_TURNS, True),
     "continue_final_message": refused(OWN_TURNS, False),
     "echo": refused(OWN_TURNS, False),
