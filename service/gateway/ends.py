@@ -1,10 +1,8 @@
 """The rules by which sessions end, and by which an ended session becomes a trajectory.
 
 The rules decide the outcome, which turns are trained, and which of them gets the session's reward.
-By comparing texts, the rules find turns that only make a title for a conversation, and
-conversations that quote an earlier reply. The functions have no effects, except that `_is_quoting`
-stores its result in the node. Used by `service.gateway.session`, and by `service.gateway.sessions`
-for the trajectory.
+The rules compare texts to find turns that only make a title, and conversations that quote a reply.
+The functions have no effects, except that `_is_quoting` stores its result in the node.
 """
 
 from __future__ import annotations
@@ -141,11 +139,9 @@ def _is_ended_by(
 ) -> bool:
     """Return whether a refused request ended the session, and so decides the session's outcome.
 
-    The result is False if the agent later continued with a trained turn that is no title. It is
-    also False if the refused request does not belong to the rewarded conversation.
-
-    Args: counted: the trained turns. judged: the turn that gets the session's reward. named: the
-    number of the turn to which the client gave the reward; None if the client named no turn.
+    A request does not end the session if a later trained turn is not a title. A request outside the
+    rewarded conversation does not end the session either.
+    counted: the trained turns. judged: the rewarded turn. named: the number that the client gave.
     """
     if refusal.num_turns is None:
         return True
@@ -378,9 +374,9 @@ def _final_outcome(
 ) -> tuple[Outcome, str]:
     """Return a trajectory's outcome, and a text with the reason.
 
-    This is the session's outcome, or STALE if a version older than `oldest_version` sampled a
-    token. If the outcome is REWARD_ERROR because the reward is missing, it never becomes STALE.
+    STALE replaces the session's outcome if a version older than `oldest_version` sampled a token.
     """
+    # A session without its reward stays REWARD_ERROR.
     versions = trajectory.versions
     is_missing = end.outcome is Outcome.REWARD_ERROR and end.reward is None
     if versions is not None and versions[0] < oldest_version and not is_missing:
@@ -399,10 +395,7 @@ def _topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:
 
 
 def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]]) -> bool:
-    """Return whether a turn only made a title for another conversation, which then continued.
-
-    topics: the result of `_topics_of`.
-    """
+    """Return whether a turn only made a title for another conversation, which then continued."""
     if not node.is_alone or _is_quoting(node, nodes) or _is_used(node, nodes):
         return False
     roots = (each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ()))
@@ -415,10 +408,8 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 def _starts_over(node: Node, root: Node) -> bool:
     """Return whether the conversation that begins with `root` takes up the task of the turn `node`.
 
-    Such a turn is not a request for the conversation's title. Either of these is enough:
-    - `root` has the same tools as the turn. Its prompt begins with the turn's messages, and ends
-      there or continues with an assistant message.
-    - An assistant message in the prompt of `root` quotes the turn's reply.
+    Such a turn did not ask for a title. Either `root` repeats the turn's tools and messages, or an
+    assistant message in the prompt of `root` quotes the turn's reply.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:
@@ -432,8 +423,7 @@ def _starts_over(node: Node, root: Node) -> bool:
 def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
     """Return whether a turn looks like a request for a title of an earlier conversation.
 
-    Such a turn is a conversation of its own, without tools, and quotes no reply. Its messages
-    contain the first user text of the earlier conversation.
+    Such a turn quotes no reply, and contains the first user text of the earlier conversation.
     """
     if not node.is_alone or _is_quoting(node, nodes):
         return False
@@ -449,14 +439,14 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
     """Return whether the agent uses the turn's reply later, as it is.
 
     This is so if the reply is the whole content of a later message, a whole value in the arguments
-    of a later call, or the end or a JSON string of a tool's result. AutoGen writes a helper's name
-    before its reply, and Google's ADK writes `{"result": "..."}`.
+    of a later call, or the end or a JSON string of a tool's result.
     """
     said = node.turn.reply.content.strip()
     later = nodes[node.turn.number + 1 :]
     messages = [m for each in later for m in (*each.turn.new_messages, each.turn.reply)]
     if not said or any(value == said for value in values_of(messages)):
         return bool(said)
+    # AutoGen writes a helper's name before its reply, and Google's ADK writes {"result": "..."}.
     written = json.dumps(said), json.dumps(said, ensure_ascii=False)
     results = (m.content.strip() for m in messages if m.role is Role.TOOL)
     return any(

@@ -111,15 +111,13 @@ def _json_in(text: str) -> object:
 
 
 def _printed(arguments: object) -> tuple[str, ...]:
-    """Return a call's arguments as Python's and JavaScript's JSON have them, and as Python's repr.
-
-    Google's ADK shows a call of another agent with repr.
-    """
+    """Return a call's arguments in Python's and JavaScript's form of JSON, and as Python's repr."""
     compact = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     return (
         json.dumps(arguments, ensure_ascii=False),
         json.dumps(arguments),
         compact,
+        # Google's ADK shows a call of another agent with repr.
         repr(arguments),
     )
 

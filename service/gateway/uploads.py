@@ -1,10 +1,8 @@
 """Store uploaded trajectories, and return them as rollouts when their groups are admitted.
 
-The module also samples turns for agent loops that render their own prompts; such turns are not
-stored.
-
-Invariants: an accepted trajectory is stored before the answer; a delivered trajectory is read from
-the store, so that another gateway can deliver it again after a crash.
+Turns for agent loops that render their own prompts are sampled, but not stored. Invariants: an
+accepted trajectory is stored before the answer. A delivered trajectory is read from the store, so
+that another gateway can deliver it again after a crash.
 """
 
 from __future__ import annotations

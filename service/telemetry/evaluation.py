@@ -1,9 +1,8 @@
 """Compute the results of an evaluation: avg@n, pass@k and majority@n over its rollouts. Pure.
 
 A rollout that ended with an error (`UNSCORED`) does not count as one of the n samples, so it cannot
-lower the results; it is counted only in the outcomes. The value of a sample is its return, divided
-by the best possible return if that is known. This module is called for evaluations that the
-training loop schedules, for those that an operator requests, and by `rayloom evaluate`.
+lower the results. Such a rollout is counted only in the outcomes. The value of a sample is its
+return, divided by the best possible return if that is known.
 """
 
 from __future__ import annotations
