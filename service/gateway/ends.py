@@ -264,7 +264,8 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     This is the first of these turns that exists:
     1. The turn with the number `named`, to which the client gave the reward.
     2. The newest turn in a conversation that has several turns or quotes a sampled reply.
-    3. The newest turn that does not look like a request for a title, or the newest of all.
+    3. The newest turn, without those that look like a request for a title and have a shorter
+       prompt than the turn that they look like a title of.
 
     counted: the trained turns.
     """
@@ -274,8 +275,9 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     for node in reversed(counted):
         if _is_continuing(node, tree.nodes):
             return node
-    others = [node for node in counted if not _is_like_a_title(node, tree.nodes)] or counted
-    return others[-1] if others else None
+    newest = counted[-1] if counted else None
+    tasks = (n for n in reversed(counted) if not _is_like_a_title(n, tree.nodes, is_shorter=True))
+    return next(tasks, newest)
 
 
 def follows(tree: SessionTree, place: Place) -> int | None:
@@ -420,10 +422,11 @@ def _starts_over(node: Node, root: Node) -> bool:
     return PromptText(replies).quotes(node.reply)
 
 
-def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
+def _is_like_a_title(node: Node, nodes: Sequence[Node], *, is_shorter: bool = False) -> bool:
     """Return whether a turn looks like a request for a title of an earlier conversation.
 
     Such a turn quotes no reply, and contains the first user text of the earlier conversation.
+    is_shorter: whether its prompt must also be shorter than the first prompt of that conversation.
     """
     if not node.is_alone or _is_quoting(node, nodes):
         return False
@@ -432,6 +435,8 @@ def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
     # A conversation that begins again with the same messages is another attempt at the task.
     if any(root.turn.new_messages == node.turn.new_messages for root in before):
         return False
+    if is_shorter:
+        before = [root for root in before if root.num_prompt_tokens > node.num_prompt_tokens]
     return any(text in asked for root in before for text in user_texts(root.turn.new_messages)[:1])
 
 
@@ -439,7 +444,7 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
     """Return whether the agent uses the turn's reply later, as it is.
 
     This is so if the reply is the whole content of a later message, a whole value in the arguments
-    of a later call, or the end or a JSON string of a tool's result.
+    of a later call, or the end of a tool's result, after a colon or a new line.
     """
     said = node.turn.reply.content.strip()
     later = nodes[node.turn.number + 1 :]
@@ -447,12 +452,12 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
     if not said or any(value == said for value in values_of(messages)):
         return bool(said)
     # AutoGen writes a helper's name before its reply, and Google's ADK writes {"result": "..."}.
-    written = json.dumps(said), json.dumps(said, ensure_ascii=False)
+    ends = (said, f"{json.dumps(said)}}}", f"{json.dumps(said, ensure_ascii=False)}}}")
     results = (m.content.strip() for m in messages if m.role is Role.TOOL)
     return any(
-        any(form in text for form in written)
-        or (text.endswith(said) and not text[: -len(said)][-1:].isalnum())
+        text.endswith(end) and text[: -len(end)].rstrip(" ").endswith((":", "\n"))
         for text in results
+        for end in ends
     )
 
 

@@ -214,13 +214,15 @@ class Sampler:
         A name is the field `name` of a message. Names of tool results are kept.
 
         Raises: Refused if `sessions.unsupported` is "refuse" and the template would not show two
-            different names of system messages, or of user messages. A single name is counted as
-            ignored. An empty name, or a name equal to the role, does not count.
+            different names of system messages, or several speakers among user messages. A single
+            name is counted as ignored.
         """
         template = self._renderer.under(request.template_options).template
         messages, ignored = list(request.messages), request.ignored
-        names = {(m.role, m.name.casefold()) for m in messages if m.name not in (None, "", m.role)}
-        roles = [role for role, _ in names]
+        # A user without a name, or with the role's name, is another speaker than one with a name.
+        speakers = {(m.role, (m.name or m.role).casefold()) for m in messages}
+        speakers -= {(Role.SYSTEM, Role.SYSTEM)}
+        roles = [role for role, _ in speakers]
         for number, message in enumerate(messages):
             name, role = message.name, message.role
             if name is None or role is Role.TOOL or template.shows_author(role):
@@ -232,9 +234,9 @@ class Sampler:
                 where = f"messages[{number}].name"
                 raise Refused(
                     RefusalCode.UNSUPPORTED_PARAMETER,
-                    f"{where}: got {shown(name)!r} and another name, but the model's chat template "
-                    f"does not show the names of messages of role {role}; write the names into "
-                    "the texts, remove them, or set sessions.unsupported: ignore",
+                    f"{where}: got {shown(name)!r} and another speaker, but the model's chat "
+                    f"template does not show the names of messages of role {role}; write the names "
+                    "into the texts, remove them, or set sessions.unsupported: ignore",
                     param=where,
                 )
             ignored = (*request.ignored, "messages.name")

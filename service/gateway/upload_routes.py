@@ -24,6 +24,7 @@ from pydantic import Field
 
 from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import RolloutSettings
+from actors.policy_age import oldest_version
 from service.access.keys import Caller
 from service.api.bodies import THREAD_BYTES
 from service.api.callers import caller_of
@@ -235,7 +236,9 @@ def _add_lookups(app: FastAPI, run: RunPort, port: Uploads, settings: HttpSettin
             max_context_tokens=facts.max_context_tokens,
             temperature=facts.temperature,
             policy_version=version,
-            oldest_version=max(0, version - settings.algorithm.max_policy_age),
+            oldest_version=max(
+                0, oldest_version(version, settings.algorithm.max_policy_age, facts.republished)
+            ),
         )
 
 

@@ -72,7 +72,7 @@ class Uploads:
 
     async def policy_facts(self) -> PolicyFacts:
         """Return the facts about the policy (vocabulary, context) by which uploads are checked."""
-        return self._facts
+        return replace(self._facts, republished=self.republished)
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
         """Sample the tokens that follow a prompt. Raises: Refused.

@@ -38,6 +38,8 @@ class PolicyFacts:
     max_context_tokens: int
     """Maximum number of tokens of prompt and reply together."""
     temperature: float
+    republished: tuple[int, ...] = ()
+    """Versions that were published without a new step (`actors.policy_age`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

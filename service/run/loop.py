@@ -370,7 +370,10 @@ class Loop:
     async def _record(self, trained: StepRecord, check: LogprobCheck | None) -> None:
         record = finished_record(trained, check)
         await self._parts.recorder.step(record)
-        if record.best_known_reward is None:
+        parts = [each for each in record.environments.values() if each.reward_mean is not None]
+        # Returns that are divided by the best one and returns that are not have no common mean.
+        is_mixed = len({each.scaled_reward_mean is None for each in parts}) > 1
+        if record.best_known_reward is None or is_mixed:
             self._rewards.clear()
         else:
             self._rewards.append(record.best_known_reward)
