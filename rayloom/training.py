@@ -8,8 +8,10 @@ The functions that the run calls are passed as `rayloom.given` describes.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -28,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from actors.options import closest
 from rayloom.given import WEIGHTED, Given, listed, name_of, own_paths, without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
@@ -44,6 +47,8 @@ _MAX_REASON_LINES = 20
 _FREE = {"mixture", "sets", "columns"}
 # What `rayloom serve` prints before the address.
 _LISTENS = "the API listens on "
+# Arguments of TRL whose names are not similar to the right ones.
+_OTHER_NAMES = {"eval_dataset": "evaluation.sets"}
 
 ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Config | SftConfig
 """A YAML file, its content as a mapping, or a configuration that `load_config` has read."""
@@ -123,6 +128,7 @@ def train(
         )
         ```
     """
+    _check_names(train, settings)
     with _arguments(
         config, model=model, dataset=dataset, reward=reward, group_reward=group_reward,
         tools=tools, run_dir=run_dir, resume=resume, **settings,
@@ -167,6 +173,7 @@ def sft(
         rayloom.train(model=model, dataset="sums.jsonl", reward=score)
         ```
     """
+    _check_names(sft, settings, SftConfig)
     with _arguments(
         config, model=model, dataset=dataset, run_dir=run_dir, resume=resume, **settings
     ) as (directory, arguments):
@@ -195,6 +202,7 @@ def serve(config: ConfigLike | None = None, **options: Any) -> Iterator[Client]:
             print(client.wait("task-1").reward)
         ```
     """
+    _check_names(train, options)
     with _arguments(config, **options) as (_, arguments), _start("serve", *arguments) as process:
         addresses: Queue[str | None] = Queue()
         last: deque[str] = deque(maxlen=_MAX_REASON_LINES)
@@ -264,6 +272,7 @@ def evaluate(
         print(numbers["reward_mean"], numbers["pass_at"]["8"])
         ```
     """
+    _check_names(evaluate, settings)
     paths = {"checkpoint": checkpoint, "model": model, "out": out}
     options: dict[str, Any] = {
         **{what: path and path_text(path, what=what) for what, path in paths.items()},
@@ -324,6 +333,30 @@ def _arguments(
                     arguments.append(_weighted(what, names, weights.values()))
             # Last, because they override what the functions set.
             yield directory, arguments + _set(settings)
+
+
+def _check_names(
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    root: type[Config | SftConfig] = Config,
+) -> None:
+    """Check that each name in `settings` is a section of the configuration or an argument.
+
+    function: the public function that takes the arguments. root: the class of its configuration.
+    Raises: ConfigError that names the argument or setting that is probably meant.
+    Example: {"rewards": score} -> "rewards: unknown argument; did you mean 'reward'?"
+    """
+    arguments = [name for name in inspect.signature(function).parameters if name != "settings"]
+    known = {*arguments, *(each.name for each in fields(root))}
+    for name in settings:
+        if name.partition(".")[0] not in known:
+            if name in _OTHER_NAMES:
+                hint = f"did you mean {_OTHER_NAMES[name]!r}?"
+            else:
+                hint = closest(root, (name,), others=arguments)
+            # A setting as the caller writes it: 'run.steps' -> run={"steps": …}
+            hint = re.sub(r"'(\w+)\.([\w.]+)'", r'\1={"\2": …}', hint)
+            raise ConfigError(f"{name}: unknown argument; {hint}")
 
 
 def _set(settings: Mapping[str, Any]) -> list[str]:

@@ -91,6 +91,30 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        ("train", {"data": ROWS}, "data: unknown argument; did you mean 'dataset'?"),
+        ("train", {"rewards": check_new}, "rewards: unknown argument; did you mean 'reward'?"),
+        ("train", {"train_dataset": ROWS}, "train_dataset: .* did you mean 'dataset'"),
+        ("train", {"reward_funcs": check_new}, "reward_funcs: .* did you mean 'reward'"),
+        ("train", {"eval_dataset": ROWS}, r'eval_dataset: .* did you mean evaluation={"sets": …}'),
+        ("train", {"group_size": 8}, r'group_size: .* did you mean algorithm={"group_size": …}'),
+        ("train", {"nothing": 8}, "nothing: .* expected one of config, model, .*, run, tasks, "),
+        ("sft", {"reward": check_new}, "reward: unknown argument; "),
+        ("evaluate", {"source": "run", "sample": 2}, "sample: .* did you mean 'samples'"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_name_that_is_probably_meant(
+    call: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(rayloom.ConfigError, match=message):
+        getattr(rayloom, call)(**given)
+    if call == "train":
+        with pytest.raises(rayloom.ConfigError, match=message), rayloom.serve(**given):
+            pytest.fail("it did not start")
+
+
 def test_a_directory_with_a_run_is_not_changed(tmp_path: Path) -> None:
     run_dir = RunDir(path=tmp_path / "run")
     run_dir.functions.mkdir(parents=True)
