@@ -34,7 +34,7 @@ from actors.options import closest
 from rayloom.given import WEIGHTED, Given, listed, name_of, own_paths, without_file, write_rows
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
-from service.config.file import ConfigError, dump_config, path_text, plain_values
+from service.config.file import ConfigError, dump_config, path_text, plain_values, read_yaml
 from service.config.sft import SftConfig
 from service.config.tree import Config
 from service.launch.run_dir import RunDir, check_new
@@ -307,7 +307,7 @@ def _arguments(
         )
     named = {"resume": resume, "run_dir": run_dir}
     paths = [path_text(path, what=what) for what, path in named.items() if path is not None]
-    directory = Path(paths[0]) if any(paths) else _new_directory(config, dataset)
+    directory = Path(paths[0]) if any(paths) else _new_directory(config, dataset, settings)
     if resume is None:
         # First, because the directory may have a run, whose rows and functions would change.
         check_new(RunDir(path=directory))
@@ -401,11 +401,28 @@ def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
 def _new_directory(
     config: ConfigLike | None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
 ) -> Path:
+    """Return a new directory runs/NAME-TIME. NAME is run.name if it is set, or a file's name."""
     named = next((each for each in (config, dataset) if isinstance(each, str | os.PathLike)), "run")
-    stamp = f"{Path(named).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # The command refuses a name with a slash, or a longer one.
+    name = (_run_name(config, settings) or Path(named).stem).replace("/", "-")[:64]
+    stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (RUNS / (stamp if not number else f"{stamp}-{number}") for number in count())
     return next(each for each in tries if not each.exists())
+
+
+def _run_name(config: ConfigLike | None, settings: Mapping[str, Any]) -> str:
+    """Return run.name as the settings or the configuration set it; empty if they do not.
+
+    Raises: ConfigError if the configuration is a file that cannot be read.
+    """
+    tree: Mapping[str, Any] = config if isinstance(config, Mapping) else {}
+    if isinstance(config, Config):
+        tree = {"run.name": config.run.name}
+    elif isinstance(config, str | os.PathLike):
+        tree = read_yaml(Path(path_text(config, what="config")))
+    return str({**dict(_leaves(tree)), **dict(_leaves(settings))}.get("run.name") or "")
 
 
 @contextmanager

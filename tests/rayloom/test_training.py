@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import threading
@@ -113,6 +114,36 @@ def test_an_unknown_argument_is_refused_with_the_name_that_is_probably_meant(
     if call == "train":
         with pytest.raises(rayloom.ConfigError, match=message), rayloom.serve(**given):
             pytest.fail("it did not start")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"dataset": ROWS}, "run"),
+        ({"dataset": "sums.jsonl"}, "sums"),
+        ({"dataset": "sums.jsonl", "run": {"name": "before"}}, "before"),
+        ({"dataset": ROWS, "run.name": "before"}, "before"),
+        ({"dataset": ROWS, "run": {"name": "../before"}}, "..-before"),
+        ({"config": {"run": {"name": "own"}}}, "own"),
+        ({"config": {"run": {"name": "own"}}, "run": {"name": "before"}}, "before"),
+        ({"config": "named.yaml"}, "own"),
+        ({"config": "unnamed.yaml"}, "unnamed"),
+    ],
+)
+def test_a_new_directory_begins_with_the_name_of_the_run(
+    tmp_path: Path,
+    started: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("named.yaml").write_text("run: {name: own}\n")
+    Path("unnamed.yaml").write_text("run: {steps: 2}\n")
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train(reward="my.py:score", **given)
+    directory = started[started.index("--run-dir") + 1]
+    assert re.fullmatch(rf"runs/{re.escape(name)}-\d{{8}}-\d{{6}}", directory)
 
 
 def test_a_directory_with_a_run_is_not_changed(tmp_path: Path) -> None:
