@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from queue import Queue
@@ -64,7 +64,7 @@ class Result:
 
     run_dir: Path
     """The run's directory: configuration, checkpoints, journal, report.html, summary.json."""
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
     """The content of summary.json: rewards, evaluations, ledger, times, memory."""
 
     def trajectories(self) -> list[dict[str, Any]]:

@@ -116,6 +116,11 @@ def test_an_unknown_argument_is_refused_with_the_name_that_is_probably_meant(
             pytest.fail("it did not start")
 
 
+def test_a_result_is_shown_without_its_summary() -> None:
+    shown = repr(rayloom.Result(run_dir=Path("runs/one"), summary={"ledger": 3}))
+    assert "runs/one" in shown and "ledger" not in shown
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [
