@@ -22,11 +22,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import wraps
 from itertools import count
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import yaml
 
@@ -47,9 +48,13 @@ _MAX_REASON_LINES = 20
 _FREE = {"mixture", "sets", "columns"}
 # What `rayloom serve` prints before the address.
 _LISTENS = "the API listens on "
+# How `rayloom` begins the line that says why it refuses its arguments.
+_REFUSED = '{"refused": '
 # Arguments of TRL whose names are not similar to the right ones.
 _OTHER_NAMES = {"eval_dataset": "evaluation.sets"}
 
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
 ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Config | SftConfig
 """A YAML file, its content as a mapping, or a configuration that `load_config` has read."""
 
@@ -84,6 +89,23 @@ class Result:
         return [asdict(line) for line in page.trajectories]
 
 
+def _brief(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """Leave the frames of this package out of the tracebacks of a public function's errors.
+
+    A notebook shows ten lines for each frame, and the message after them.
+    """
+
+    @wraps(function)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+        try:
+            return function(*args, **kwargs)
+        except (ConfigError, TrainingFailed) as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
+
+
+@_brief
 def train(
     config: ConfigLike | None = None,
     *,
@@ -138,6 +160,7 @@ def train(
     return Result(run_dir=directory.resolve(), summary=summary)
 
 
+@_brief
 def sft(
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
     *,
@@ -209,7 +232,8 @@ def serve(config: ConfigLike | None = None, **options: Any) -> Iterator[Client]:
 
         def show_lines() -> None:
             for line in process.stdout or ():
-                print(line, end="", flush=True)
+                if not line.startswith(_REFUSED):
+                    print(line, end="", flush=True)
                 last.append(line)
                 if _LISTENS in line:
                     addresses.put(line.partition(_LISTENS)[2].split()[0])
@@ -230,6 +254,7 @@ def serve(config: ConfigLike | None = None, **options: Any) -> Iterator[Client]:
             _check(process.returncode, last)
 
 
+@_brief
 def evaluate(
     source: str | os.PathLike[str],
     *,
@@ -490,7 +515,8 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
     # Not `-m`, which puts the working directory in front of the installed packages.
     start = (
         "import signal; from actors.environment.worker_process import die_with; "
-        f"die_with({os.getpid()}, signal.SIGTERM); from service.cli.main import main; main()"
+        f"die_with({os.getpid()}, signal.SIGTERM); from service.cli.main import main; "
+        "main(refusal_as_json=True)"
     )
     return subprocess.Popen(
         [sys.executable, "-P", "-c", start, *arguments],
@@ -538,9 +564,13 @@ def _check(code: int, last: Iterable[str]) -> None:
     """
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
-    text = "".join(last)
-    reason = text[text.rfind("rayloom: ") :].strip()
+    lines = list(last)
+    text = "".join(lines)
+    reason = text[max(text.rfind("rayloom: "), 0) :].strip()
     if code == EXIT_REFUSED:
+        refused = next((line for line in lines if line.startswith(_REFUSED)), None)
+        if refused is not None:
+            reason = json.loads(refused)["refused"]
         raise ConfigError(reason.removeprefix("rayloom: "))
     if code != EXIT_OK:
         raise TrainingFailed(f"exit code {code}: {reason}")

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -88,8 +89,19 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
         rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run={"steps": -2})
     with pytest.raises(rayloom.ConfigError, match="a continued run uses its own"):
         rayloom.train(resume=tmp_path, dataset=ROWS)
-    assert "rayloom: " in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    # The progress is printed, and the reason is only raised.
+    assert "rayloom: reading" in printed and "run.steps" not in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_names_every_problem_and_has_a_short_traceback(tmp_path: Path) -> None:
+    wrong = {f"wrong_{number}": 1 for number in range(30)}
+    with pytest.raises(rayloom.ConfigError) as refusal:
+        rayloom.train(dataset=ROWS, reward="my.py:f", run_dir=tmp_path / "run", trainer=wrong)
+    assert str(refusal.value).startswith("configuration for --dataset and --reward is refused:\n")
+    assert all(f"trainer.{name}: unknown key" in str(refusal.value) for name in wrong)
+    assert len(traceback.extract_tb(refusal.value.__traceback__)) == 2
 
 
 @pytest.mark.parametrize(
