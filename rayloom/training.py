@@ -32,7 +32,16 @@ from typing import Any, ParamSpec, TypeVar
 import yaml
 
 from actors.options import closest
-from rayloom.given import WEIGHTED, Given, listed, name_of, own_paths, without_file, write_rows
+from rayloom.given import (
+    WEIGHTED,
+    Given,
+    in_python,
+    listed,
+    name_of,
+    own_paths,
+    without_file,
+    write_rows,
+)
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
 from service.config.file import ConfigError, dump_config, path_text, plain_values, read_yaml
@@ -233,7 +242,7 @@ def serve(config: ConfigLike | None = None, **options: Any) -> Iterator[Client]:
         def show_lines() -> None:
             for line in process.stdout or ():
                 if not line.startswith(_REFUSED):
-                    print(line, end="", flush=True)
+                    print(in_python(line), end="", flush=True)
                 last.append(line)
                 if _LISTENS in line:
                     addresses.put(line.partition(_LISTENS)[2].split()[0])
@@ -333,15 +342,16 @@ def _arguments(
     named = {"resume": resume, "run_dir": run_dir}
     paths = [path_text(path, what=what) for what, path in named.items() if path is not None]
     directory = Path(paths[0]) if any(paths) else _new_directory(config, dataset, settings)
-    if resume is None:
-        # First, because the directory may have a run, whose rows and functions would change.
-        check_new(RunDir(path=directory))
     with tempfile.TemporaryDirectory(prefix="rayloom-train-") as scratch:
         arguments = _config_arguments(config, Path(scratch))
         arguments += ["--resume" if resume is not None else "--run-dir", str(directory)]
         if model is not None:
             arguments += ["--model", path_text(model, what="model", expected="a path or a name")]
         with _removed_if_refused(directory) as store:
+            if resume is None:
+                # First, because the directory may have a run, whose rows and functions would
+                # change.
+                check_new(RunDir(path=directory))
             if dataset is not None:
                 arguments += ["--dataset", _dataset(dataset, store)]
             scoring: list[str] = []
@@ -461,7 +471,7 @@ def _removed_if_refused(directory: Path) -> Iterator[Path]:
     try:
         yield store
     except ConfigError as error:
-        text = str(error)
+        text = in_python(str(error))
         if store in made:
             shutil.rmtree(store, ignore_errors=True)
             text = without_file(text, store)
@@ -545,7 +555,7 @@ def _run(*arguments: str) -> deque[str]:
             try:
                 for line in process.stdout:
                     if not line.startswith("{"):
-                        print(line, end="", flush=True)
+                        print(in_python(line), end="", flush=True)
                     last.append(line)
                 process.wait()
             except KeyboardInterrupt:
@@ -566,11 +576,11 @@ def _check(code: int, last: Iterable[str]) -> None:
         raise KeyboardInterrupt
     lines = list(last)
     text = "".join(lines)
-    reason = text[max(text.rfind("rayloom: "), 0) :].strip()
+    reason = in_python(text[max(text.rfind("rayloom: "), 0) :].strip())
     if code == EXIT_REFUSED:
         refused = next((line for line in lines if line.startswith(_REFUSED)), None)
         if refused is not None:
-            reason = json.loads(refused)["refused"]
+            reason = in_python(json.loads(refused)["refused"])
         raise ConfigError(reason.removeprefix("rayloom: "))
     if code != EXIT_OK:
         raise TrainingFailed(f"exit code {code}: {reason}")

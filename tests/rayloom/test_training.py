@@ -19,7 +19,7 @@ import pytest
 
 import rayloom
 from actors.environment.reward_functions import load_functions
-from rayloom.given import name_of
+from rayloom.given import in_python, name_of
 from service.cli.commands.configuration import path_option, run_configuration
 from service.launch.run_dir import RunDir, check_new
 
@@ -99,7 +99,7 @@ def test_a_refusal_names_every_problem_and_has_a_short_traceback(tmp_path: Path)
     wrong = {f"wrong_{number}": 1 for number in range(30)}
     with pytest.raises(rayloom.ConfigError) as refusal:
         rayloom.train(dataset=ROWS, reward="my.py:f", run_dir=tmp_path / "run", trainer=wrong)
-    assert str(refusal.value).startswith("configuration for --dataset and --reward is refused:\n")
+    assert str(refusal.value).startswith("configuration for dataset and reward is refused:\n")
     assert all(f"trainer.{name}: unknown key" in str(refusal.value) for name in wrong)
     assert len(traceback.extract_tb(refusal.value.__traceback__)) == 2
 
@@ -126,6 +126,63 @@ def test_an_unknown_argument_is_refused_with_the_name_that_is_probably_meant(
     if call == "train":
         with pytest.raises(rayloom.ConfigError, match=message), rayloom.serve(**given):
             pytest.fail("it did not start")
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (
+            "got --reward without CONFIG, expected --dataset too; add --dataset or CONFIG",
+            "got reward without config, expected dataset too; add dataset or config",
+        ),
+        ("choose another --run-dir", "choose another run_dir"),
+        ("configuration for --group-reward:", "configuration for group_reward:"),
+        ("--resume my run: there is none", "resume my run: there is none"),
+        ("resume with --resume runs/a b\n", 'resume with the argument resume="runs/a b"\n'),
+        ("to continue, add --set run.steps=N; report", 'to continue, add run={"steps": N}; report'),
+        ("with `rayloom sft --resume run`", "with `rayloom sft --resume run`"),
+        ("got --model-path", "got --model-path"),
+        ("tool given_e7dd6521bc582935:sc has no docstring", "tool sc has no docstring"),
+    ],
+)
+def test_a_message_names_arguments_instead_of_options(printed: str, shown: str) -> None:
+    assert in_python(printed) == in_python(shown) == shown
+
+
+def test_a_missing_argument_and_a_tool_of_the_caller_are_named_as_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def look(where: str) -> str:
+        return where
+
+    def score(completion: str) -> float:
+        return 1.0
+
+    with pytest.raises(rayloom.ConfigError, match=r"^got reward without config, expected"):
+        rayloom.train(reward=score)
+    with pytest.raises(rayloom.ConfigError, match="tool look has no docstring"):
+        rayloom.train(dataset=ROWS, reward=score, tools=look)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    with pytest.raises(rayloom.ConfigError, match=r"choose another run_dir$"):
+        rayloom.train(dataset=ROWS, reward=score, run_dir="run")
+
+
+def test_a_printed_line_names_the_argument_that_continues_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from rayloom import training
+
+    line = "stopped\nresume with --resume runs/one\n"
+    code = f"import sys; print({line!r}, end=''); sys.exit(130)"
+    start = partial(subprocess.Popen, [sys.executable, "-c", code])
+    started = partial(start, stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(training, "_start", lambda *_: started())
+    with pytest.raises(KeyboardInterrupt):
+        rayloom.train("own.yaml", run_dir=tmp_path / "run")
+    assert capfd.readouterr().out == 'stopped\nresume with the argument resume="runs/one"\n'
 
 
 def test_a_result_is_shown_without_its_summary() -> None:
