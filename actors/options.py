@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -255,7 +255,7 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
-            return f"{place}: unknown key; {_closest(kind, detail['loc'], where)}"
+            return f"{place}: unknown key; {closest(kind, detail['loc'], where)}"
         case "missing":
             return f"{place}: missing; this key is required"
         case "value_error" | "assertion_error":
@@ -283,16 +283,20 @@ def _shown(bound: Any) -> Any:
     return int(bound) if is_whole else bound
 
 
-def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
+def closest(
+    kind: Any, location: tuple[int | str, ...], where: str = "", others: Sequence[str] = ()
+) -> str:
     """Return a hint for an unknown key: the key that the user probably meant, or all known keys.
 
+    Args: location: the path of the unknown key in the settings. others: names that are accepted
+    beside the settings.
     Example: location ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
     name = str(location[-1])
     if elsewhere := list(_places_of(kind, name)):
         places = [".".join(filter(None, [where, each])) for each in elsewhere[:3]]
         return f"did you mean {' or '.join(map(repr, places))}?"
-    known = _names_at(kind, location[:-1])
+    known = list(dict.fromkeys([*others, *_names_at(kind, location[:-1])]))
     initials = [each for each in known if "".join(part[:1] for part in each.split("_")) == name]
     if near := initials or difflib.get_close_matches(name, known, n=1):
         return f"did you mean {near[0]!r}?"

@@ -302,6 +302,34 @@ def without_file(text: str, directory: Path) -> str:
     return re.sub(rf"(?:data set )?{place}/rows\.(?:jsonl|parquet)", "dataset", text)
 
 
+# Words of the command's messages, and what a caller from Python writes. A command in a message,
+# such as `rayloom sft --resume DIR`, stays as it is.
+_OPTION = r"(?<!train )(?<!serve )(?<!sft )--"
+_IN_PYTHON = (
+    (rf"with {_OPTION}resume ([^:;,\n]+)$", r'with the argument resume="\1"'),
+    (rf"{_OPTION}set (\w+)\.([\w.]+)=(\w+)", r'\1={"\2": \3}'),
+    (rf"{_OPTION}(group)-(reward)\b|{_OPTION}(run)-(dir)\b", r"\1\3_\2\4"),
+    (
+        rf"{_OPTION}(checkpoint|dataset|model|on|out|resume|reward|samples|tasks|temperature|tools)"
+        r"(?![\w-])",
+        r"\1",
+    ),
+    (r"\b(no|or|without|a) CONFIG\b", r"\1 config"),
+    # The module in which a function of the caller's is stored.
+    (r"\bgiven_[0-9a-f]{16}:", ""),
+)
+
+
+def in_python(text: str) -> str:
+    """Put the arguments that a caller gives into a command's message, in place of its options.
+
+    Example: "choose another --run-dir" -> "choose another run_dir"
+    """
+    for pattern, replacement in _IN_PYTHON:
+        text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+    return text
+
+
 def _check_form(dataset: Any) -> None:
     """Raise ConfigError if `dataset` cannot be read row by row."""
     got = f"dataset: got {type_of(dataset)}"

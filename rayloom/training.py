@@ -7,8 +7,10 @@ passed as `rayloom.given` describes.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,21 +18,32 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
+from functools import wraps
 from itertools import count
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import yaml
 
-from rayloom.given import WEIGHTED, Given, listed, name_of, own_paths, without_file, write_rows
+from actors.options import closest
+from rayloom.given import (
+    WEIGHTED,
+    Given,
+    in_python,
+    listed,
+    name_of,
+    own_paths,
+    without_file,
+    write_rows,
+)
 from service.api.settings import KEY_VARIABLE
 from service.client import Client
-from service.config.file import ConfigError, dump_config, path_text, plain_values
+from service.config.file import ConfigError, dump_config, path_text, plain_values, read_yaml
 from service.config.sft import SftConfig
 from service.config.tree import Config
 from service.launch.run_dir import RunDir, check_new
@@ -43,7 +56,13 @@ _MAX_REASON_LINES = 20
 _FREE = {"mixture", "sets", "columns"}
 # What `rayloom serve` prints before the address.
 _LISTENS = "the API listens on "
+# How `rayloom` begins the line that says why it refuses its arguments.
+_REFUSED = '{"refused": '
+# Arguments of TRL whose names are not similar to the right ones.
+_OTHER_NAMES = {"eval_dataset": "evaluation.sets"}
 
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
 ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Config | SftConfig
 """A YAML file, its content as a mapping, or a configuration that `load_config` has read."""
 
@@ -58,7 +77,7 @@ class Result:
 
     run_dir: Path
     """The run's directory: configuration, checkpoints, journal, report.html, summary.json."""
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
     """The content of summary.json: rewards, evaluations, ledger, times, memory."""
 
     def trajectories(self) -> list[dict[str, Any]]:
@@ -78,6 +97,23 @@ class Result:
         return [asdict(line) for line in page.trajectories]
 
 
+def _brief(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """Leave the frames of this package out of the tracebacks of a public function's errors.
+
+    A notebook shows ten lines for each frame, and the message after them.
+    """
+
+    @wraps(function)
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+        try:
+            return function(*args, **kwargs)
+        except (ConfigError, TrainingFailed) as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
+
+
+@_brief
 def train(
     config: ConfigLike | None = None,
     *,
@@ -122,6 +158,7 @@ def train(
         )
         ```
     """
+    _check_names(train, settings)
     with _arguments(
         config, model=model, dataset=dataset, reward=reward, group_reward=group_reward,
         tools=tools, run_dir=run_dir, resume=resume, **settings,
@@ -131,6 +168,7 @@ def train(
     return Result(run_dir=directory.resolve(), summary=summary)
 
 
+@_brief
 def sft(
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None = None,
     *,
@@ -166,6 +204,7 @@ def sft(
         rayloom.train(model=model, dataset="sums.jsonl", reward=score)
         ```
     """
+    _check_names(sft, settings, SftConfig)
     with _arguments(
         config, model=model, dataset=dataset, run_dir=run_dir, resume=resume, **settings
     ) as (directory, arguments):
@@ -194,13 +233,15 @@ def serve(config: ConfigLike | None = None, **options: Any) -> Iterator[Client]:
             print(client.wait("task-1").reward)
         ```
     """
+    _check_names(train, options)
     with _arguments(config, **options) as (_, arguments), _start("serve", *arguments) as process:
         addresses: Queue[str | None] = Queue()
         last: deque[str] = deque(maxlen=_MAX_REASON_LINES)
 
         def show_lines() -> None:
             for line in process.stdout or ():
-                print(line, end="", flush=True)
+                if not line.startswith(_REFUSED):
+                    print(in_python(line), end="", flush=True)
                 last.append(line)
                 if _LISTENS in line:
                     addresses.put(line.partition(_LISTENS)[2].split()[0])
@@ -221,6 +262,7 @@ def serve(config: ConfigLike | None = None, **options: Any) -> Iterator[Client]:
             _check(process.returncode, last)
 
 
+@_brief
 def evaluate(
     source: str | os.PathLike[str],
     *,
@@ -263,6 +305,7 @@ def evaluate(
         print(numbers["reward_mean"], numbers["pass_at"]["8"])
         ```
     """
+    _check_names(evaluate, settings)
     paths = {"checkpoint": checkpoint, "model": model, "out": out}
     options: dict[str, Any] = {
         **{what: path and path_text(path, what=what) for what, path in paths.items()},
@@ -297,16 +340,17 @@ def _arguments(
         )
     named = {"resume": resume, "run_dir": run_dir}
     paths = [path_text(path, what=what) for what, path in named.items() if path is not None]
-    directory = Path(paths[0]) if any(paths) else _new_directory(config, dataset)
-    if resume is None:
-        # First, because the directory may have a run, whose rows and functions would change.
-        check_new(RunDir(path=directory))
+    directory = Path(paths[0]) if any(paths) else _new_directory(config, dataset, settings)
     with tempfile.TemporaryDirectory(prefix="rayloom-train-") as scratch:
         arguments = _config_arguments(config, Path(scratch))
         arguments += ["--resume" if resume is not None else "--run-dir", str(directory)]
         if model is not None:
             arguments += ["--model", path_text(model, what="model", expected="a path or a name")]
         with _removed_if_refused(directory) as store:
+            if resume is None:
+                # First, because the directory may have a run, whose rows and functions would
+                # change.
+                check_new(RunDir(path=directory))
             if dataset is not None:
                 arguments += ["--dataset", _dataset(dataset, store)]
             scoring: list[str] = []
@@ -323,6 +367,30 @@ def _arguments(
                     arguments.append(_weighted(what, names, weights.values()))
             # Last, because they override what the functions set.
             yield directory, arguments + _set(settings)
+
+
+def _check_names(
+    function: Callable[..., Any],
+    settings: Mapping[str, Any],
+    root: type[Config | SftConfig] = Config,
+) -> None:
+    """Check that each name in `settings` is a section of the configuration or an argument.
+
+    function: the public function that takes the arguments. root: the class of its configuration.
+    Raises: ConfigError that names the argument or setting that is probably meant.
+    Example: {"rewards": score} -> "rewards: unknown argument; did you mean 'reward'?"
+    """
+    arguments = [name for name in inspect.signature(function).parameters if name != "settings"]
+    known = {*arguments, *(each.name for each in fields(root))}
+    for name in settings:
+        if name.partition(".")[0] not in known:
+            if name in _OTHER_NAMES:
+                hint = f"did you mean {_OTHER_NAMES[name]!r}?"
+            else:
+                hint = closest(root, (name,), others=arguments)
+            # A setting as the caller writes it: 'run.steps' -> run={"steps": …}
+            hint = re.sub(r"'(\w+)\.([\w.]+)'", r'\1={"\2": …}', hint)
+            raise ConfigError(f"{name}: unknown argument; {hint}")
 
 
 def _set(settings: Mapping[str, Any]) -> list[str]:
@@ -365,11 +433,28 @@ def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
 def _new_directory(
     config: ConfigLike | None,
     dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
 ) -> Path:
+    """Return a new directory runs/NAME-TIME. NAME is run.name if it is set, or a file's name."""
     named = next((each for each in (config, dataset) if isinstance(each, str | os.PathLike)), "run")
-    stamp = f"{Path(named).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # The command refuses a name with a slash, or a longer one.
+    name = (_run_name(config, settings) or Path(named).stem).replace("/", "-")[:64]
+    stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (RUNS / (stamp if not number else f"{stamp}-{number}") for number in count())
     return next(each for each in tries if not each.exists())
+
+
+def _run_name(config: ConfigLike | None, settings: Mapping[str, Any]) -> str:
+    """Return run.name as the settings or the configuration set it; empty if they do not.
+
+    Raises: ConfigError if the configuration is a file that cannot be read.
+    """
+    tree: Mapping[str, Any] = config if isinstance(config, Mapping) else {}
+    if isinstance(config, Config):
+        tree = {"run.name": config.run.name}
+    elif isinstance(config, str | os.PathLike):
+        tree = read_yaml(Path(path_text(config, what="config")))
+    return str({**dict(_leaves(tree)), **dict(_leaves(settings))}.get("run.name") or "")
 
 
 @contextmanager
@@ -383,7 +468,7 @@ def _removed_if_refused(directory: Path) -> Iterator[Path]:
     try:
         yield store
     except ConfigError as error:
-        text = str(error)
+        text = in_python(str(error))
         if store in made:
             shutil.rmtree(store, ignore_errors=True)
             text = without_file(text, store)
@@ -433,7 +518,8 @@ def _start(*arguments: str) -> subprocess.Popen[str]:
     # Not `-m`, which puts the working directory in front of the installed packages.
     start = (
         "import signal; from actors.environment.worker_process import die_with; "
-        f"die_with({os.getpid()}, signal.SIGTERM); from service.cli.main import main; main()"
+        f"die_with({os.getpid()}, signal.SIGTERM); from service.cli.main import main; "
+        "main(refusal_as_json=True)"
     )
     return subprocess.Popen(
         [sys.executable, "-P", "-c", start, *arguments],
@@ -462,7 +548,7 @@ def _run(*arguments: str) -> deque[str]:
             try:
                 for line in process.stdout:
                     if not line.startswith("{"):
-                        print(line, end="", flush=True)
+                        print(in_python(line), end="", flush=True)
                     last.append(line)
                 process.wait()
             except KeyboardInterrupt:
@@ -478,9 +564,13 @@ def _check(code: int, last: Iterable[str]) -> None:
     """Raise the error for an exit code, unless it means success. last: the last printed lines."""
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
-    text = "".join(last)
-    reason = text[text.rfind("rayloom: ") :].strip()
+    lines = list(last)
+    text = "".join(lines)
+    reason = in_python(text[max(text.rfind("rayloom: "), 0) :].strip())
     if code == EXIT_REFUSED:
+        refused = next((line for line in lines if line.startswith(_REFUSED)), None)
+        if refused is not None:
+            reason = in_python(json.loads(refused)["refused"])
         raise ConfigError(reason.removeprefix("rayloom: "))
     if code != EXIT_OK:
         raise TrainingFailed(f"exit code {code}: {reason}")

@@ -7,6 +7,7 @@ wrong arguments are refused before these imports.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from service import VERSION
 from service.cli.commands import before_run, cluster, keys, runs, training
 from service.cli.outlet import bound_ending, code_after, escape_unencodable, outlet, put, say
 from service.config.file import ConfigError
+from service.units import visible_lines
 
 EXIT_REFUSED = 2
 # These keep their exit code without standard output: a run's result is in its directory.
@@ -161,8 +163,11 @@ def common(
     """Train language-model agents by reinforcement learning, on a laptop or a Ray cluster."""
 
 
-def main() -> None:
-    """Run the command line; if a configuration is refused, print why, and exit with code 2."""
+def main(*, refusal_as_json: bool = False) -> None:
+    """Run the command line; if a configuration is refused, print why, and exit with code 2.
+
+    refusal_as_json: print why as a line of JSON, {"refused": REASON}, for a program that reads it.
+    """
     # Users' environments are in the current directory, which a console script does not import from.
     sys.path.insert(0, os.getcwd())
     # Set these variables now: the packages read them when the commands import the packages.
@@ -179,7 +184,10 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        say(f"rayloom: {error}", err=True)
+        if refusal_as_json:
+            put(json.dumps({"refused": visible_lines(str(error))}))
+        else:
+            say(f"rayloom: {error}", err=True)
     except SystemExit as error:
         code = error.code
     if not code and not set(sys.argv[1:2]) & _RUNS:

@@ -1,8 +1,7 @@
 """Find a sampled reply, or parts of it, in the messages of a later prompt.
 
 A client may continue an earlier conversation in a new one (a hand-off, a helper, a summary). Only
-quoted text then shows that the two belong together. Pure; used by `ends`, which decides which turns
-are trained.
+quoted text then shows that the two belong together.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 from actors.environment.protocol import Message, Role
 
@@ -39,12 +38,10 @@ class ReplyText:
         They are the reply's content, the arguments of each call as clients print them, the strings
         in these arguments, and long strings in the content's JSON.
         """
-        given = [json.loads(text) for _, _, text in self.message.call_texts]
-        printed = (each for arguments in given for each in _printed(arguments))
-        inner = (each for arguments in given for each in _strings(arguments))
-        said = _long_strings(self.message.content)
-        found = (each.strip() for each in (self.message.content, *printed, *inner, *said))
-        return tuple(dict.fromkeys(each for each in found if each and each != "{}"))
+        found = [self.message.content, *_long_strings(self.message.content)]
+        for arguments in (json.loads(text) for _, _, text in self.message.call_texts):
+            found += [*_printed(arguments), *_strings(arguments)]
+        return tuple(dict.fromkeys(t for each in found if (t := each.strip()) not in ("", "{}")))
 
     def was_given(self, text: str) -> bool:
         """Return whether a text was already in the reply's prompt.
@@ -69,10 +66,7 @@ class PromptText:
         self._calls = {(name, _ordered(text)) for m in said for _, name, text in m.call_texts}
 
     def quotes(self, reply: ReplyText) -> bool:
-        """Return whether the messages contain the reply, one of its calls, or one of its new texts.
-
-        A text is new if the prompt from which the reply was sampled did not have it.
-        """
+        """Return whether the messages contain the reply, a call of it, or a text new with it."""
         content = reply.message.content.strip()
         if (content and content in self._contents) or self._calls & reply.calls:
             return True
@@ -103,13 +97,9 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
 
 
 def _long_strings(text: str) -> list[str]:
-    """Return the longest strings of the JSON in a text; the JSON may be in a fenced block.
-
-    A string has several words or at least LONG characters: another prompt may have a shorter one
-    by chance.
-    """
+    """Return the longest strings of a text's JSON; a later prompt may have short ones by chance."""
     starts = [at for at in (text.find("{"), text.find("[")) if at >= 0]
-    with suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):  # `min` fails if there is no JSON
         tree = json.loads(text[min(starts) : max(text.rfind("}"), text.rfind("]")) + 1])
         long = {each for each in _strings(tree) if len(each) >= LONG or len(each.split()) > 1}
         return sorted(long, key=len, reverse=True)[:MOST_STRINGS]
@@ -117,15 +107,9 @@ def _long_strings(text: str) -> list[str]:
 
 
 def _printed(arguments: object) -> tuple[str, ...]:
-    """Return a call's arguments in Python's and JavaScript's form of JSON, and as Python's repr."""
-    compact = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
-    return (
-        json.dumps(arguments, ensure_ascii=False),
-        json.dumps(arguments),
-        compact,
-        # Google's ADK shows a call of another agent with repr.
-        repr(arguments),
-    )
+    """Return a call's arguments as JSON of Python and JavaScript, and as repr (Google's ADK)."""
+    dump = partial(json.dumps, arguments, ensure_ascii=False)
+    return dump(), json.dumps(arguments), dump(separators=(",", ":")), repr(arguments)
 
 
 def _strings(value: object, *, all_values: bool = False) -> Iterator[str]:

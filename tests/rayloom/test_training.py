@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -17,7 +19,7 @@ import pytest
 
 import rayloom
 from actors.environment.reward_functions import load_functions
-from rayloom.given import name_of
+from rayloom.given import in_python, name_of
 from service.cli.commands.configuration import path_option, run_configuration
 from service.launch.run_dir import RunDir, check_new
 
@@ -87,8 +89,135 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
         rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run={"steps": -2})
     with pytest.raises(rayloom.ConfigError, match="a continued run uses its own"):
         rayloom.train(resume=tmp_path, dataset=ROWS)
-    assert "rayloom: " in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    # The progress is printed, and the reason is only raised.
+    assert "rayloom: reading" in printed and "run.steps" not in printed
     assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_names_every_problem_and_has_a_short_traceback(tmp_path: Path) -> None:
+    wrong = {f"wrong_{number}": 1 for number in range(30)}
+    with pytest.raises(rayloom.ConfigError) as refusal:
+        rayloom.train(dataset=ROWS, reward="my.py:f", run_dir=tmp_path / "run", trainer=wrong)
+    assert str(refusal.value).startswith("configuration for dataset and reward is refused:\n")
+    assert all(f"trainer.{name}: unknown key" in str(refusal.value) for name in wrong)
+    assert len(traceback.extract_tb(refusal.value.__traceback__)) == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        ("train", {"data": ROWS}, "data: unknown argument; did you mean 'dataset'?"),
+        ("train", {"rewards": check_new}, "rewards: unknown argument; did you mean 'reward'?"),
+        ("train", {"train_dataset": ROWS}, "train_dataset: .* did you mean 'dataset'"),
+        ("train", {"reward_funcs": check_new}, "reward_funcs: .* did you mean 'reward'"),
+        ("train", {"eval_dataset": ROWS}, r'eval_dataset: .* did you mean evaluation={"sets": …}'),
+        ("train", {"group_size": 8}, r'group_size: .* did you mean algorithm={"group_size": …}'),
+        ("train", {"nothing": 8}, "nothing: .* expected one of config, model, .*, run, tasks, "),
+        ("sft", {"reward": check_new}, "reward: unknown argument; "),
+        ("evaluate", {"source": "run", "sample": 2}, "sample: .* did you mean 'samples'"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_name_that_is_probably_meant(
+    call: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(rayloom.ConfigError, match=message):
+        getattr(rayloom, call)(**given)
+    if call == "train":
+        with pytest.raises(rayloom.ConfigError, match=message), rayloom.serve(**given):
+            pytest.fail("it did not start")
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        (
+            "got --reward without CONFIG, expected --dataset too; add --dataset or CONFIG",
+            "got reward without config, expected dataset too; add dataset or config",
+        ),
+        ("choose another --run-dir", "choose another run_dir"),
+        ("configuration for --group-reward:", "configuration for group_reward:"),
+        ("--resume my run: there is none", "resume my run: there is none"),
+        ("resume with --resume runs/a b\n", 'resume with the argument resume="runs/a b"\n'),
+        ("to continue, add --set run.steps=N; report", 'to continue, add run={"steps": N}; report'),
+        ("with `rayloom sft --resume run`", "with `rayloom sft --resume run`"),
+        ("got --model-path", "got --model-path"),
+        ("tool given_e7dd6521bc582935:sc has no docstring", "tool sc has no docstring"),
+    ],
+)
+def test_a_message_names_arguments_instead_of_options(printed: str, shown: str) -> None:
+    assert in_python(printed) == in_python(shown) == shown
+
+
+def test_a_missing_argument_and_a_tool_of_the_caller_are_named_as_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def look(where: str) -> str:
+        return where
+
+    def score(completion: str) -> float:
+        return 1.0
+
+    with pytest.raises(rayloom.ConfigError, match=r"^got reward without config, expected"):
+        rayloom.train(reward=score)
+    with pytest.raises(rayloom.ConfigError, match="tool look has no docstring"):
+        rayloom.train(dataset=ROWS, reward=score, tools=look)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    with pytest.raises(rayloom.ConfigError, match=r"choose another run_dir$"):
+        rayloom.train(dataset=ROWS, reward=score, run_dir="run")
+
+
+def test_a_printed_line_names_the_argument_that_continues_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from rayloom import training
+
+    line = "stopped\nresume with --resume runs/one\n"
+    code = f"import sys; print({line!r}, end=''); sys.exit(130)"
+    start = partial(subprocess.Popen, [sys.executable, "-c", code])
+    started = partial(start, stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(training, "_start", lambda *_: started())
+    with pytest.raises(KeyboardInterrupt):
+        rayloom.train("own.yaml", run_dir=tmp_path / "run")
+    assert capfd.readouterr().out == 'stopped\nresume with the argument resume="runs/one"\n'
+
+
+def test_a_result_is_shown_without_its_summary() -> None:
+    shown = repr(rayloom.Result(run_dir=Path("runs/one"), summary={"ledger": 3}))
+    assert "runs/one" in shown and "ledger" not in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"dataset": ROWS}, "run"),
+        ({"dataset": "sums.jsonl"}, "sums"),
+        ({"dataset": "sums.jsonl", "run": {"name": "before"}}, "before"),
+        ({"dataset": ROWS, "run.name": "before"}, "before"),
+        ({"dataset": ROWS, "run": {"name": "../before"}}, "..-before"),
+        ({"config": {"run": {"name": "own"}}}, "own"),
+        ({"config": {"run": {"name": "own"}}, "run": {"name": "before"}}, "before"),
+        ({"config": "named.yaml"}, "own"),
+        ({"config": "unnamed.yaml"}, "unnamed"),
+    ],
+)
+def test_a_new_directory_begins_with_the_name_of_the_run(
+    tmp_path: Path,
+    started: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, Any],
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("named.yaml").write_text("run: {name: own}\n")
+    Path("unnamed.yaml").write_text("run: {steps: 2}\n")
+    with pytest.raises(rayloom.ConfigError, match="not started"):
+        rayloom.train(reward="my.py:score", **given)
+    directory = started[started.index("--run-dir") + 1]
+    assert re.fullmatch(rf"runs/{re.escape(name)}-\d{{8}}-\d{{6}}", directory)
 
 
 def test_a_directory_with_a_run_is_not_changed(tmp_path: Path) -> None:
