@@ -233,7 +233,7 @@ def _stored(
     Raises: ConfigError if the function refers to an object that cannot be pickled.
     """
     name = getattr(function, "__name__", "")
-    name = name if name.isidentifier() else "function"
+    name = name if name.isidentifier() else "unnamed"
     buffer = io.BytesIO()
     # Only a tool's annotations are read; those of another function might import large libraries.
     pickler = _Pickler(buffer, with_types=what == "tools")
