@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,14 +124,14 @@ def test_missing_columns_of_a_function_are_reported_before_the_start(data: str) 
 
 
 def test_tools_need_no_reward_function_if_a_class_has_get_reward(data: str) -> None:
-    def with_tools(name: str) -> Config:
+    def with_tools(name: str, *rewards: str, overrides: Sequence[str] = ()) -> Config:
         return run_configuration(
             None,
             dataset=data,
-            rewards=[],
+            rewards=[f"quick_rewards.py:{each}" for each in rewards],
             tools=[f"quick_rewards.py:{name}"],
             model=None,
-            overrides=[],
+            overrides=list(overrides),
         )
 
     config = with_tools("Room")
@@ -138,6 +139,10 @@ def test_tools_need_no_reward_function_if_a_class_has_get_reward(data: str) -> N
     assert [tool.name for tool in first_observation(config).tools] == ["look"]
     with pytest.raises(ConfigError, match=r"got no function, and no class of tools with get_rew"):
         first_observation(with_tools("look"))
+    # No column has the messages, which the environment gives.
+    config = with_tools("look", "reads_calls", overrides=["tasks.columns={prompt: null}"])
+    with pytest.raises(ConfigError, match=r"prompt missing.* such as \{prompt: COLUMN\}$"):
+        open_tasks(config)
 
 
 def test_the_remedy_for_one_row_is_to_correct_it(data: str) -> None:
