@@ -1,11 +1,9 @@
 """The algorithm's settings, which the queue, the merge actor and the trainer must share.
 
 The module declares the section `algorithm` of the configuration, and computes values that derive
-from its settings, such as the learning rate of an update. The module imports neither Ray nor torch.
-
-The objectives and the other terms of the loss are functions in `actors/trainer/loss`;
-docs/algorithms.md lists them. They do not use the setting `aggregation`: the merge actor turns this
-setting into a weight for each token.
+from its settings, such as the learning rate of an update. It imports neither Ray nor torch. The
+functions of the loss (`actors/trainer/loss`, docs/algorithms.md) do not use `aggregation`: the
+merge actor turns this setting into a weight for each token.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The values that merge actor and trainer exchange: packed rows, their scores, a critic's rows.
 
-A row packs several samples. A prefix that samples share is stored once: the row is a forest of
+A row packs several samples, and stores a prefix that they share once. So the row is a forest of
 segments, and a token attends to the earlier tokens of its segment and of the segment's ancestors.
-Without shared prefixes every segment is a root and holds one sample.
-
 In shapes, T is the number of a row's tokens, S of its segments, and M of its trained tokens. At a
-loss position, the row predicts a trained token, the target. The target is the next token of the
-segment or, at the segment's end, the first token of a child.
+loss position, the row predicts a trained token, the target: the next token of the segment or, at
+the segment's end, the first token of a child.
 
 Invariants: segment_lengths sums to T. Segments are in preorder: a parent precedes its children, and
 the segments of a subtree are adjacent. position_ids count along each path from a root. All samples

@@ -1,20 +1,18 @@
 """Guess from token ids why a turn began a new sample instead of extending one.
 
 The turn's prompt is compared with the sample that has the longest common prefix with it. The guess
-assumes that the prompt has other tokens in place of one span of the sample, and the same tokens
-before and after the span. The span begins at the first token that differs. The reason is
+assumes that the prompt has other tokens in place of one span of the sample, which begins at the
+first token that differs. The reason is
 
 - tools_changed, if the span is in the first prompt, which has system text and tool schemas
 - retokenised, if the span is in sampled tokens: the same text was encoded differently
 - template, if the span is in an observation, or if the prompt only has additional tokens
-- history_rewritten, in three cases:
-  - tokens after the first prompt were deleted and not replaced (a stripped thought)
-  - the span is in more than one region (`regions`), such as an action and the next observation
-  - the end of the span is not found in the prompt
+- history_rewritten, in three cases: tokens after the first prompt were deleted and not replaced (a
+  stripped thought), the span is in more than one region (`regions`), or the span's end is not
+  found in the prompt
 
-The counts of reasons are hints, not proofs: a rewritten text that keeps its end looks like a
-re-tokenised text, and two small changes in one turn look like a rewritten history. The sample
-builder calls this module.
+The reasons are hints, not proofs: a rewritten text that keeps its end looks like a re-tokenised
+text, and two small changes in one turn look like a rewritten history.
 """
 
 from __future__ import annotations
@@ -84,8 +82,7 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 def _end_of_change(sample: TokenIds, prompt: TokenIds, position: int) -> int | None:
     """Return the index in the prompt after the sample's last tokens; None if they are not found.
 
-    The prompt repeats the sample with a change at `position`, and then has new tokens. The search
-    is for the last ANCHOR_TOKENS tokens, then for fewer, down to SHORTEST_ANCHOR_TOKENS.
+    The prompt repeats the sample with a change at `position`, and then has new tokens.
     Example: sample 1 2 3 4 5 6 7, prompt 1 9 4 5 6 7 8, position 1 -> 6
     """
     longest = min(ANCHOR_TOKENS, sample.shape[0] - position - 1)

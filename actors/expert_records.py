@@ -1,9 +1,8 @@
 """Records of the experts that a mixture of experts chose for each token.
 
-A record belongs to the token that was processed: it holds the choices of each routed layer in the
-forward pass of that token. These choices shape the logits that predict the next token and, through
-attention, the logits of all later tokens. An engine samples the last token of a turn without
-processing it, and has no record of it in that turn.
+A record belongs to the token that was processed, and holds the choices of each routed layer. The
+choices shape the logits of the next token and, through attention, of all later tokens. An engine
+samples the last token of a turn without processing it, so that turn has no record of the token.
 """
 
 from __future__ import annotations

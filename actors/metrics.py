@@ -1,9 +1,8 @@
 """Every metric of Rayloom, declared once with name, help, unit and a closed set of labels.
 
-Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero; one that
-counts events is zero before the first event, so that the first increase can be seen. The metrics of
-a step's statistics are made from `actors.statistics`. The supervisor holds the one `Metrics` of a
-run; `service/run/recorder.py` fills it. docs/metrics.md lists all metrics.
+Names are rayloom_<noun>_<unit>. A metric whose value is not known is absent, never zero. A counter
+of events starts at zero, so that the first increase can be seen. The metrics of a step's statistics
+are made from `actors.statistics`. `service/run/recorder.py` fills the one `Metrics` of a run.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A component declares its options as a frozen dataclass: annotated types (`actors.limits`), a
 docstring under each field, and a `__post_init__` that raises ValueError if fields contradict each
-other. The configuration and environments' options are read here. Every message names the place,
-what was given and what was expected.
+other. Every message names the place, what was given and what was expected.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ _DATA = "data"
 def _weighted(given: object) -> object:
     """Convert an option that names functions to a map from each name to its weight.
 
-    Raises: ValueError if a list has a name twice.
     Example: "a" -> {"a": 1.0}; ["a", "b"] -> {"a": 1.0, "b": 1.0}; a map stays as it is
     """
     if not isinstance(given, str | list | tuple | None):
@@ -288,7 +286,6 @@ def _shown(bound: Any) -> Any:
 def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
     """Return a hint for an unknown key: the key that the user probably meant, or all known keys.
 
-    Args: location: the path of the unknown key in the settings.
     Example: location ("trainer", "lr") -> "did you mean 'learning_rate'?"
     """
     name = str(location[-1])
@@ -313,10 +310,7 @@ def _places_of(annotation: Any, name: str, depth: int = 3) -> Iterator[str]:
 
 
 def _names_at(annotation: Any, location: tuple[int | str, ...]) -> list[str]:
-    """Return the names of the fields that the settings at a location have.
-
-    location: keys from the outermost settings inwards, as in pydantic's errors.
-    """
+    """Return the field names of the settings at a location (a path of keys, as in pydantic)."""
     found = sections_in(annotation)
     for part in location:
         # An error in a union has the name of one of the union's classes as a part of its location.
@@ -346,9 +340,8 @@ def _types_of(section: Any) -> Mapping[str, Any]:
 def _hints(kind: Any, unknown: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the types of a class's attributes, by the attribute's name.
 
-    If a name in an annotation cannot be resolved, for instance in a ClassVar, Any replaces it.
-    unknown: names that earlier calls could not resolve, each mapped to Any. Only the function
-    itself passes this argument.
+    A name in an annotation that cannot be resolved, for instance in a ClassVar, counts as Any.
+    unknown: such names so far; only the function itself passes this argument.
     """
     try:
         return get_type_hints(kind, localns=dict(unknown) or None, include_extras=True)

@@ -1,9 +1,8 @@
 """The table of outcomes: how a trajectory is trained, and whether its attempt is repeated.
 
-The configuration of an environment may replace any row of the table. The queue and the merge actor
-call the same functions: the queue decides which rollouts to retry and which groups to replace, the
-merge actor decides whether to train, clamp, penalise, mask or drop a trajectory. docs/semantics.md,
-Outcomes, explains the defaults.
+The configuration of an environment may replace any row of the table. The queue decides by the table
+which rollouts to retry and which groups to replace. The merge actor decides whether to train,
+clamp, penalise, mask or drop a trajectory. docs/semantics.md, Outcomes, explains the defaults.
 """
 
 from __future__ import annotations

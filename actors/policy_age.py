@@ -1,16 +1,14 @@
 """Ages of tokens: the training steps from a token's policy version to the trainer's version.
 
 Versions count publications, not steps. If the weights of a restarted trainer are not bitwise equal
-to the published weights, the trainer publishes the weights of that step again under the next
-version (docs/semantics.md). Both versions belong to one step, and tokens do not age between them.
+to the published weights, the trainer publishes the step's weights again under the next version
+(docs/semantics.md). Both versions belong to one step, and tokens do not age between them.
 
 If a run returns to a checkpoint, the versions after the checkpoint are undone, and their numbers
-are used again for other weights. A stored turn of a session may have tokens of undone versions.
-The versions of these tokens are marked (`UNDONE` is added). The tokens are trained with their
-recorded log-probabilities, without a comparison with the trainer's; their age is never negative.
-
-The trainer refuses tokens whose age exceeds a bound. Reports, the journal, the audit and the
-gateway use ages too.
+are used again for other weights. A session's stored turn may have tokens of undone versions. The
+versions of these tokens are marked (`UNDONE` is added). The tokens are trained with their recorded
+log-probabilities, without a comparison with the trainer's; their age is never negative. The trainer
+refuses tokens whose age exceeds a bound.
 """
 
 from __future__ import annotations

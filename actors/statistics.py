@@ -1,12 +1,10 @@
 """The table of statistics: each number that describes a training step has one entry in it.
 
-An entry has the name of the values, such as `kl`, and the way in which the values are reduced to
-one number, such as the mean. The parts that compute values, such as the trainer, use these names
-and reductions. The step's record, the metrics, the report, the dashboard and docs/metrics.md are
-made from the table. A statistic that is not known at a step is absent from the step's record,
-never 0. To add a statistic, add an entry here and compute its values in the part that produces
-them: for the loss, one line in `actors/trainer/loss/micro_batch.py`. The module imports only the
-standard library.
+An entry names the values, such as `kl`, and the way in which they are reduced to one number, such
+as the mean. The step's record, the metrics, the report, the dashboard and docs/metrics.md are made
+from the table. A statistic that is not known at a step is absent from the step's record, never 0.
+To add a statistic, add an entry here, and compute its values: for the loss, in one line of
+`actors/trainer/loss/micro_batch.py`. The module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -83,10 +81,7 @@ def _of(
     metric: str = "",
     name: str = "",
 ) -> tuple[Statistic, ...]:
-    """Return the statistics of one kind of value, one for each reduction.
-
-    Example: `_of("kl", "mean", "max", ...)` returns the statistics kl_mean and kl_max.
-    """
+    """Return a statistic for each reduction: `_of("kl", "mean", "max", ...)` -> kl_mean, kl_max"""
     return tuple(
         Statistic(
             name=name or (f"{values}_{reduction}" if reduction in _SUFFIXES else values),

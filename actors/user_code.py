@@ -1,11 +1,9 @@
 """Call third-party code, which may hang, raise anything, or refuse to be cancelled.
 
 Invariant: `bounded` ends within its limit plus a second of grace, and raises only the errors that
-its docstring names. If an abandoned call fails later, its error is ignored.
-A user's environment may fail a thousand times a minute: every trajectory has a one-line description
-of its error, and `FaultLog` writes the traceback once for each location. `LostCallCounter` counts
-the calls that gave no answer. The turn loop, the workers and the configuration's checks use this
-module.
+its docstring names. A later error of an abandoned call is ignored. A user's environment may fail a
+thousand times a minute, so `FaultLog` writes the traceback once for each location.
+`LostCallCounter` counts the calls that gave no answer.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Generate the parts of the chart that come from other sources: `python -m deploy.chart_schema`.
 
 - helm/values.schema.json is written by hand except for two parts. `properties.config` is the schema
-  of the configuration tree; with it, helm refuses a key that Rayloom does not know. The definitions
-  `io.k8s.…` are copied from Kubernetes' strict schema; with them, helm refuses a typo inside an
-  affinity or a volume.
+  of the configuration tree, and the definitions `io.k8s.…` are copied from Kubernetes' strict
+  schema. With these parts, helm refuses unknown keys and typos.
 - helm/files/config-defaults.yaml has the configuration's defaults that the templates read.
-- helm/files/module-names.txt has the names of modules that the processes of a run import; a file in
+- helm/files/module-names.txt has the names of modules that a run imports. A file in
   `workspace.files` with such a name would hide the module and is refused.
 
 Tests compare each file with its source. This module needs the development tools.
@@ -132,7 +131,7 @@ def _kubernetes_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> Any:
     """Return a schema without the keys in left_out and without those that begin with x-kubernetes-.
 
-    is_properties: if true, the keys of `node` are names of properties, and all of them are kept.
+    is_properties: whether the keys of `node` are names of properties, which are all kept.
     """
     if isinstance(node, list):
         return [_stripped(item, left_out) for item in node]
@@ -148,16 +147,14 @@ def _stripped(node: Any, left_out: set[str], *, is_properties: bool = False) -> 
 
 
 def _without_null(node: Any) -> Any:
-    """Return a schema that refuses null.
-
-    Kubernetes ignores a key without a value; in a values file such a key is a mistake.
-    """
+    """Return a schema that refuses null."""
     if isinstance(node, list):
         return [_without_null(item) for item in node]
     if not isinstance(node, dict):
         return node
     plain = {key: _without_null(value) for key, value in node.items()}
     if isinstance(plain.get("type"), list):
+        # Kubernetes ignores a key without a value; in a values file such a key is a mistake.
         [plain["type"]] = [kind for kind in plain["type"] if kind != "null"]
     return plain
 

@@ -94,10 +94,7 @@ def _rows(prefix: str, section: Schema, sections: Schema) -> Iterator[str]:
 
 
 def _resolved(setting: Schema, sections: Schema) -> tuple[Schema, str]:
-    """Return the schema of a setting and its description, which is one line of text.
-
-    If the setting refers to a section, return the section's schema.
-    """
+    """Return a setting's schema, or that of the section to which it refers, and its description."""
     options = (setting, *setting.get("anyOf", ()), setting.get("items", {}))
     names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
     target = sections[names[0]] if names else setting

@@ -6,9 +6,8 @@ applications:
     route_prefix: /
     args: {config: {model: ..., tasks: ...}, run_dir: /var/lib/rayloom/runs/demo}
 
-The database of a new run is stored in the PostgreSQL database that RAYLOOM_DATABASE_URL names on
-the head node (usually from a Secret). Without this variable it is stored in state_dir, and without
-a state_dir in run_dir.
+RAYLOOM_DATABASE_URL on the head node (usually from a Secret) names the PostgreSQL database of a new
+run. Without this variable, the database is stored in state_dir or, without a state_dir, in run_dir.
 """
 
 from __future__ import annotations

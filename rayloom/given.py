@@ -1,9 +1,9 @@
 """Store the functions and rows that a caller gives, so that the process of a run can read them.
 
-An object is passed by its name, MODULE:NAME, if this name gives the same object in an importable
-module. Any other object is passed by value: a function from a notebook or from the script itself, a
-wrapper that has its inner function's name, a bound method. It is stored in the run's directory with
-its source, and a resumed run uses the stored object. Rows are written to a file in that directory.
+An object is passed by its name, MODULE:NAME, if an importable module has the object under this
+name. Any other object is passed by value: a function of a notebook or script, a wrapper, a bound
+method. Its value and source are stored in the run's directory, and a resumed run uses the stored
+value. Rows are written to a file in the run's directory.
 """
 
 from __future__ import annotations
@@ -113,11 +113,8 @@ def _module_of(value: Any) -> str:
 
 
 def _check_files(modules: Iterable[str], *, what: str) -> None:
-    """Check that the run would import the caller's own modules from the caller's files.
-
-    The run looks in the working directory first, as each command does; the caller may have another
-    order. Raises: ConfigError.
-    """
+    """Raise ConfigError if the run would import one of the caller's modules from another file."""
+    # The run looks in the working directory first, as each command does.
     path = [os.getcwd(), *own_paths(), *sys.path]
     for name in dict.fromkeys(modules):
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -136,10 +133,7 @@ def _check_files(modules: Iterable[str], *, what: str) -> None:
 
 
 def _found_by_run(module: str, path: list[str]) -> str | None:
-    """Return the file that `import module` would load; None if it is not found.
-
-    path: the directories in which to search, like sys.path.
-    """
+    """Return the file that `import module` would load from the directories `path`, or None."""
     spec, name = None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
@@ -155,16 +149,13 @@ def _found_by_run(module: str, path: list[str]) -> str | None:
 
 
 def _own_name(function: Callable[..., Any]) -> str:
-    """Return the MODULE:NAME by which an object can be imported; empty if there is none.
-
-    A name that gives another object is not returned. For example, `functools.wraps` gives a wrapper
-    the name of the function inside, and another object may have replaced a module's attribute.
-    """
+    """Return the MODULE:NAME by which exactly this object can be imported; empty if none."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     found = sys.modules.get(module) if isinstance(module, str) else None
     if not name or module == "__main__" or getattr(found, "__spec__", None) is None:
         return ""
     try:
+        # A wrapper of `functools.wraps`, for example, has the name of the function inside.
         is_same = attrgetter(name)(found) is function
     except AttributeError:  # such as a nested function, whose name has "<locals>"
         is_same = False
@@ -212,11 +203,9 @@ def _is_record(kind: type) -> bool:
 
 
 def _types_of(obj: FunctionType | type) -> dict[str, Any]:
-    """Return the annotations of a function or a class, with types instead of names where possible.
-
-    A function or a class that is pickled by value takes along only the names that its code uses.
-    Under `from __future__ import annotations` the names of its annotations would be lost.
-    """
+    """Return the annotations of a function or a class, with types instead of names if possible."""
+    # What is pickled by value keeps only the names that its code uses. Under
+    # `from __future__ import annotations` the names of its annotations would be lost.
     with suppress(Exception):  # an undefined name, or any error of an annotation or a value in it
         types = get_type_hints(obj, include_extras=True)
         cloudpickle.dumps(types)
@@ -229,8 +218,7 @@ def _stored(
 ) -> str:
     """Store a function by value in a new module in `store`, and return its MODULE:NAME.
 
-    what, others: as for `name_of`.
-    Raises: ConfigError if the function refers to an object that cannot be pickled.
+    what, others: as for `name_of`. Raises: ConfigError if the function cannot be pickled.
     """
     name = getattr(function, "__name__", "")
     name = name if name.isidentifier() else "unnamed"
@@ -395,10 +383,9 @@ def _records(frame: Any) -> Any:
 
 
 def _as_plain(row: Any, where: str, left_out: set[str]) -> dict[str, Any]:
-    """Return a row with its values as JSON, converted like the rows of files (`read_data_set`).
+    """Return a row with JSON values, converted as `read_data_set` converts the rows of files.
 
-    where: the row's name in error texts. left_out: a set to which the names of columns with bytes
-    are added. Raises: ConfigError.
+    where: the row's name in a ConfigError. left_out: receives the names of columns with bytes.
     """
     # The import takes a second, which only a call with rows needs.
     from actors.environment.data_sets import CHAT, as_json, has_bytes, without_nulls

@@ -1,9 +1,8 @@
 """`rayloom.train`, `sft`, `serve` and `evaluate`: the commands for scripts and notebooks.
 
-The run has a separate process, which is not affected by a running event loop, by a Ray that the
-caller has initialised or by an earlier run. The process's memory is freed when the run ends.
-
-The functions that the run calls are passed as `rayloom.given` describes.
+A run has a process of its own. The caller's event loop, the caller's Ray and earlier runs do not
+affect that process. Its memory is freed when the run ends. The functions that a run calls are
+passed as `rayloom.given` describes.
 """
 
 from __future__ import annotations
@@ -342,8 +341,7 @@ def _flow(value: Any) -> str:
 def _is_whole(settings: Mapping[Any, Any], path: str) -> bool:
     """Return whether a mapping must be passed as one value, instead of one value for each key.
 
-    This is so if a key cannot be part of a setting's path, as in {"my.py:score": 0.2}. path: the
-    mapping's own path in the configuration.
+    Example: {"my.py:score": 0.2}, because its key cannot be part of the path of a setting.
     """
     if not all(isinstance(key, str) and "=" not in key for key in settings):
         return True
@@ -356,7 +354,6 @@ def _is_whole(settings: Mapping[Any, Any], path: str) -> bool:
 def _weighted(what: str, names: list[str], weights: Iterable[float]) -> str:
     """Return the argument of `rayloom train` that sets the weights of the reward functions.
 
-    what: "reward" or "group_reward". Raises: ConfigError.
     Example: ("reward", ["a", "b"], [1, 2]) -> "--set=tasks.options.reward={a: 1, b: 2}"
     """
     if len(set(names)) < len(names):
@@ -414,8 +411,7 @@ def _config_arguments(config: ConfigLike | None, scratch: Path) -> list[str]:
 def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each setting: {"run": {"steps": 2}} -> ("run.steps", 2).
 
-    A key may itself be a path: {"trainer": {"lora.rank": 8}} -> ("trainer.lora.rank", 8). A mapping
-    with a key that cannot be part of a path, as in {"my.py:score": 0.2}, is yielded as one value.
+    A key may be a path: {"trainer": {"lora.rank": 8}} -> ("trainer.lora.rank", 8).
     """
     for name, value in settings.items():
         inner = f"{path}.{name}" if path else name
@@ -426,10 +422,7 @@ def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
 
 
 def _dataset(dataset: str | os.PathLike[str] | Iterable[Mapping[str, Any]], store: Path) -> str:
-    """Return the path or name of a data set. If it is given as rows, write them to a file first.
-
-    store: the directory of this file.
-    """
+    """Return a data set's path or name; if it is given as rows, write them to a file in `store`."""
     if isinstance(dataset, str | os.PathLike):
         return os.fspath(dataset)
     return os.path.relpath(write_rows(dataset, store))
@@ -482,10 +475,7 @@ def _run(*arguments: str) -> deque[str]:
 
 
 def _check(code: int, last: Iterable[str]) -> None:
-    """Raise the error for an exit code; return if the code means success.
-
-    last: the command's last printed lines.
-    """
+    """Raise the error for an exit code, unless it means success. last: the last printed lines."""
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     text = "".join(last)

@@ -7,9 +7,8 @@
         client.submit("guessing", [TaskBody(id="task-1")])
         print(client.wait("task-1").reward)
 
-Every request may be repeated: the service recognizes the ids in it and does the work only once.
-The client therefore repeats a request that got no answer, after growing pauses with jitter.
-`rayloom submit` uses this module, and so may any program.
+Every request may be repeated: the service recognizes the ids in it and does the work only once. The
+client therefore repeats a request that got no answer, after growing pauses with jitter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Read and write directories at fsspec addresses, such as s3://bucket/run.
 
 A directory is complete if it has the object `complete.json`, which names every other file with its
-size and SHA-256. Invariants: this marker is written last and removed first, so that a reader never
-mistakes a part of a directory for the whole; an interrupted upload continues with the missing
-files; downloaded bytes are compared with the marker. Each file system's package finds its
-credentials in its own usual places.
+size and SHA-256. Invariants: this marker is written last and removed first. An interrupted upload
+continues with the missing files. Downloaded bytes are compared with the marker. Each file system's
+package finds its credentials in its own usual places.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Format durations, counts and other numbers for people, and make foreign text safe to show. Pure.
 
-The log line, the live display and the report all use these functions. An unknown value is shown as
-an en dash, never as zero. Text of models and environments may contain control characters that move
-a terminal's cursor, or may be invalid UTF-8: all code that writes such text to a terminal or a page
-escapes every unprintable character with `visible_text` or `visible_lines`.
+An unknown value is shown as an en dash, never as zero. Text of models and environments may be
+invalid UTF-8, or contain control characters that move a terminal's cursor. All code that writes
+such text to a terminal or a page escapes the text with `visible_text` or `visible_lines`.
 """
 
 from __future__ import annotations

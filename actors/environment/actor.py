@@ -297,28 +297,24 @@ class EnvironmentActor:
         )
 
     def _state_of(self, group_number: int) -> TrainerState:
-        """Return the state of training for the reward functions of a group.
-
-        Groups of evaluations, whose numbers are negative, get the newest step that this actor
-        knows.
-        """
+        """Return the state of training for the reward functions of a group."""
         step = group_number // self._settings.groups_per_step
         self._newest_step = max(self._newest_step, step)
+        # Groups of evaluations (negative numbers) get the newest step that this actor knows.
         return TrainerState(
             global_step=self._newest_step if group_number < 0 else step,
             max_steps=self._settings.num_steps,
         )
 
     def _maker_of(self, settings: EnvironmentSettings) -> Callable[[], Environment]:
-        """Return a function that makes the environment of these settings.
+        """Return a function that makes an environment in this process, or in a worker process.
 
-        The environment runs in this process if it is built in, if `rollouts.inline` is true, or if
-        a worker cannot import its module. Otherwise it runs in a worker process.
         Raises: UnknownEnvironment, BadEnvironmentOptions.
         """
         name, rollouts = settings.environment, settings.rollouts or self._settings.rollouts
         make = resolve(name, settings.options)
         is_contained = not (is_built_in(name) or rollouts.inline)
+        # An environment stays in this process if a worker cannot import its module.
         if ":" in name and is_contained:
             preload(name)
             is_contained = is_importable(name)

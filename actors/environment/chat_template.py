@@ -72,10 +72,7 @@ _Calls = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CallForm:
-    """The form in which a template needs messages with tool calls.
-
-    Most templates need the default values.
-    """
+    """The form in which a template needs messages with calls; most templates need the defaults."""
 
     arguments_as_text: bool = False
     """Whether arguments are JSON text; otherwise they are a mapping."""
@@ -229,14 +226,11 @@ class ChatTemplate:
 
     @cached_property
     def _two_results(self) -> tuple[str, str]:
-        """The rendering of two calls with results: the text before the first result, and the rest.
-
-        The callers search the texts for the second call's id and name. If the template refuses two
-        calls, each text is "ID NAME", so that the template counts as showing ids and names.
-        """
+        """The rendering of two calls with results: up to the first result, and the rest."""
         try:
             text = self.text(_TWO_RESULTS_PROBE)
         except RenderError:
+            # Callers search for the id and the name: count a template that refuses as showing both.
             return (f"{_SECOND_ID} {_SECOND_NAME}",) * 2
         before, _, after = text.partition(_CONTENT)
         return before, after
@@ -263,9 +257,8 @@ class ChatTemplate:
         return split if shown and self._needs_split(form, split) else form
 
     def _needs_split(self, form: _CallForm, split: _CallForm) -> bool:
-        """Return whether a reply with text and calls must be given as two messages.
+        """Return whether the template shows a reply's text and calls only in two messages.
 
-        Some templates show both the text and the calls only if they are in two messages.
         form: the format with one message. split: the same format with two messages.
         """
         together, apart = (self._try_form(each, _SPEAKING_PROBE) for each in (form, split))
@@ -279,10 +272,8 @@ class ChatTemplate:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether the template needs a message's content as a list of parts, and not as a text.
-
-        Some templates of models that also read images need such a list.
-        """
+        """Whether the template needs a message's content as a list of parts, and not as a text."""
+        # Some templates of models that also read images need a list.
         # A template that prints the list itself shows the key _UNREAD; it does not read parts.
         part = {_UNREAD: "", "type": "text", "text": _CONTENT}
         for content, wants in ((_CONTENT, False), ([part], True)):
@@ -387,8 +378,8 @@ def _answers(
     """Split a chat after each assistant message, and find the calls that each part may answer.
 
     If several assistant messages come directly before a part, the part may answer all their calls.
-    Args: calls: id and name of each call in the message before `messages`.
-    Yields: (calls, messages of the part, number of calls of these assistant messages but the last).
+    calls: id and name of each call in the message before `messages`.
+    Yields: (calls, messages of the part, number of calls from before the last of these messages).
     Example: assistant message A (call a), assistant message B (call b), result R
         -> ((), [A], 0), ((a,), [B], 0), ((a, b), [R], 1)
     """
@@ -408,13 +399,8 @@ def _paired(
 ) -> tuple[dict[int, Message], tuple[Message, ...]]:
     """Find the result of each call among the messages that follow the calls.
 
-    A result answers the call that has the result's id. If several calls have this id, their results
-    are taken in order. Then each result without an id answers the first call that has no result.
-
-    If no call has an id, the results' ids are ignored. The results' ids are also ignored if no call
-    has any of these ids, and there are as many results as calls.
+    A result answers the call that has the result's id. Without usable ids, the order decides.
     Example: calls (a, b), results (x, y) -> x answers a, y answers b.
-
     Returns: the result of each call, by the call's index; and all other messages, in order.
     """
     indices: dict[str, list[int]] = {}
@@ -422,6 +408,7 @@ def _paired(
         if call_id:
             indices.setdefault(call_id, []).append(index)
     answered = [each.tool_call_id or "" for each in answer if each.role is Role.TOOL]
+    # If there are as many results as calls, but no id fits, the ids are not usable.
     if len(answered) == len(calls) and indices.keys().isdisjoint(answered):
         indices = {}
     results: dict[int, Message] = {}
@@ -434,6 +421,7 @@ def _paired(
             rest.append(message)
     others = []
     for message in rest:
+        # A result without a usable id answers the first call that has no result.
         is_nameless = message.role is Role.TOOL and not (indices and message.tool_call_id)
         unanswered = [index for index in range(len(calls)) if index not in results]
         if is_nameless and unanswered:
@@ -463,15 +451,13 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Message, form: _CallForm) -> dict[str, Any]:
-    """Return a message as a dict for a template.
-
-    Templates check whether a field is there, so absent fields are left out.
-    """
+    """Return a message as a dict for a template."""
     is_null = form.null_content and message.call_texts and not message.content
     rendered: dict[str, Any] = {
         "role": message.role.value,
         "content": None if is_null else message.content,
     }
+    # Absent fields are left out: templates check whether a field is there.
     if message.name is not None:
         rendered["name"] = message.name
     if message.tool_call_id is not None:

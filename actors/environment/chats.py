@@ -1,15 +1,13 @@
 """Make training samples of the chats in a data set, for imitation of the assistant's replies.
 
-A row has `messages` in OpenAI's form, and `tools` if the chat has them. Each reply of the assistant
-becomes a turn, as if an engine had sampled the reply. The turn's prompt is the rendering of the
-chat before the reply. The turn's sampled tokens are the tokens that the reply adds to the
-rendering, until an engine would stop.
+A row has `messages` in OpenAI's form, and may have `tools`. Each reply becomes a turn, as if an
+engine had sampled the reply. The turn's prompt is the rendering of the chat before the reply. The
+turn's sampled tokens are those that the reply adds to the rendering, until an engine would stop.
 
 Invariants: a reply's tokens are found by comparing token ids, never by a search in the text. A
 reply is refused if the rendering with the reply does not begin with the prompt. Each reply is
-trained exactly once. `sample_builder` joins turns to samples: if the template renders an earlier
-reply differently, for example without its thought, a new sample begins. `rayloom sft` uses this
-module.
+trained exactly once. If the template renders an earlier reply differently, for example without its
+thought, `sample_builder` begins a new sample.
 """
 
 from __future__ import annotations
@@ -146,10 +144,7 @@ class ChatEncoder:
         reply: Message,
         tools: tuple[ToolSchema, ...],
     ) -> TokenIds:
-        """Return the tokens that an engine would sample for a reply.
-
-        Raises: BadChat if these tokens cannot be found.
-        """
+        """Return the tokens that an engine would sample for a reply. Raises: BadChat."""
         if self._raw is not None:
             # Raw prompts have no marker at the end of a text.
             end = self._tokenizer.eos_token_id
@@ -178,9 +173,6 @@ class ChatEncoder:
     ) -> list[int]:
         """Return the token ids of a reply, and of the text that the template writes after it.
 
-        If the tokenizer would join the prompt's end and the reply's beginning in one token, the
-        reply is encoded separately, because an engine cannot sample such a token.
-
         Args: whole: the text of the chat with the reply. before: the messages before the reply.
         Raises: BadChat if `whole` does not begin with the text of the prompt.
         """
@@ -188,6 +180,8 @@ class ChatEncoder:
         num_prompt = prompt.shape[0]
         if np.array_equal(prompt, ids[:num_prompt]):
             return ids[num_prompt:]
+        # Encode the reply separately, if the tokenizer would join the prompt's end and the reply's
+        # beginning in one token: an engine cannot sample that token.
         begun = self._renderer.template.text(before, tools, add_generation_prompt=True)
         if whole.startswith(begun):
             tail = self._encode(whole[len(begun) :])
@@ -208,13 +202,10 @@ class ChatEncoder:
     ) -> int:
         """Find a reply's end token, which the template does not write at the end of a chat.
 
-        Some templates write this token only if another message follows. So the chat is rendered
-        with one more message. The end token is the first token after the reply.
-
-        Args: whole: the text of the chat, which ends with the reply.
-        Raises: BadChat if an engine does not stop at the token that was found.
+        whole: the text of the chat with the reply. Raises: BadChat if no engine stops at the token.
         """
         ids = self._encode(whole)
+        # Some templates write the end token only before another message, so add one.
         longer = self._encode(self._renderer.template.text((*before, reply, _NEXT), tools))
         is_extended = len(longer) > len(ids) and longer[: len(ids)] == ids
         if not is_extended or longer[len(ids)] not in self._end_ids:
@@ -335,10 +326,7 @@ def _is_left_out(name: str, value: Any) -> bool:
 
 
 def _tools(given: Any) -> tuple[ToolSchema, ...]:
-    """Return the tools of a chat. Raises: BadChat if they cannot be read.
-
-    given: a list in OpenAI's form, or its JSON text.
-    """
+    """Return a chat's tools, given in OpenAI's form or as the JSON text of it. Raises: BadChat."""
     try:
         rows = json.loads(given) if isinstance(given, str) and given else given or ()
         functions = [row.get("function", row) for row in rows]

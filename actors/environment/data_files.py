@@ -1,9 +1,8 @@
 """Read the text files of a data set: a single file, or those that a directory has for a split.
 
 The `datasets` library selects the files of a directory. This module reads the files itself, because
-the library gives each column one type and so changes values: the text "007" in a CSV file would
-become a number, and the text "2024-01-01" in a JSON file a time. This module keeps such texts.
-`actors.environment.data_sets` uses this module, also to convert the arrays in its rows.
+the library gives each column one type and so changes values. In a CSV file the text "007" would
+become a number, and in a JSON file the text "2024-01-01" a time.
 """
 
 from __future__ import annotations
@@ -101,10 +100,7 @@ def _has_own_format(config: BuilderConfig) -> bool:
 
 
 def _report_missing(files: Iterable[Path], what: str) -> None:
-    """Log a warning for each numbered series of files that is incomplete.
-
-    Example: train-00000-of-00002.parquet alone -> a warning that one of two files is missing.
-    """
+    """Log a warning for each incomplete series, such as train-00000-of-00002.parquet by itself."""
     series = Counter(
         (found[1], int(found[2]), each.suffix)
         for each in set(files)

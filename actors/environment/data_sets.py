@@ -2,10 +2,9 @@
 
 A data set is a JSONL (NDJSON), JSON, CSV, TSV or Parquet file, a directory (written by
 `datasets.save_to_disk`, or with a data set's files), or a name on the Hugging Face hub. Files other
-than Parquet may be compressed by gzip (`.jsonl.gz`). `actors.environment.data_files` reads local
-files of JSON and CSV, and the `datasets` library reads everything else. Values of a CSV file are
-texts; spaces around its columns' names are removed, and a column without a name is left out.
-A row without an id gets an id by its content: the same rows in any order are the same tasks.
+than Parquet may be compressed by gzip (`.jsonl.gz`). Values of a CSV file are texts. Spaces around
+a CSV column's name are removed, and a column without a name is left out. A row without an id gets
+an id by its content: the same rows in any order are the same tasks.
 """
 
 from __future__ import annotations
@@ -161,14 +160,10 @@ def _values_of(
     environment: str,
     is_typed: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Convert each row to the data of a task.
+    """Convert each row to the data of a task, and warn once of each probable mistake (`_doubts`).
 
-    Columns of bytes are left out with a warning. Probable mistakes (`_doubts`) are warned of too.
-    Each warning is logged only once.
-
-    Args: entries: maps each entry of the data to its column. what: the data set's name.
+    Columns of bytes are left out with a warning. entries: the column of each entry of the data.
     Yields: the row's place for error texts, such as "data set a.csv, row 3", and the data.
-    Raises: BadTaskFile if a value has too many levels.
     """
     left_out: set[str] = set()
     reported: set[str] = set() if is_typed else {_NULLS}
@@ -315,9 +310,7 @@ def _open(
 ) -> tuple[Sequence[str], Iterable[Mapping[str, Any]], bool]:
     """Open a data set; return its columns' names, its rows, and whether each column has one type.
 
-    In a text file such as JSONL, each value has its own type. left_out: columns that need not be
-    read.
-    Raises: BadTaskFile if the data set cannot be read.
+    left_out: columns that need not be read. Raises: BadTaskFile if the data set cannot be read.
     """
     path = Path(source).expanduser()
     named = {"split": split, "subset": subset}
@@ -329,6 +322,7 @@ def _open(
             "directory with a file for each split"
         )
     if path.is_file() and suffix_of(path) in TEXT_SUFFIXES:
+        # In a text file such as JSONL, each value has its own type.
         return *read_text([path]), False
     found = _dataset(source, path, split=split, subset=subset, section=section, left_out=left_out)
     if isinstance(found, tuple):
@@ -341,11 +335,9 @@ def _open(
 
 
 def _in_batches(found: Dataset, *, what: str, section: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows; read them in batches, which takes a fifth of the time of single reads.
-
-    Raises: BadTaskFile with the name of a column that cannot be read.
-    """
+    """Yield the rows; raise BadTaskFile with the name of a column that cannot be read."""
     try:
+        # Batches take a fifth of the time of single reads.
         for batch in found.iter(batch_size=_BATCH_ROWS):
             columns = list(batch)
             for values in zip(*batch.values(), strict=True):
@@ -383,11 +375,7 @@ def _check_parquet(
     left_out: Set[str] = frozenset(),
     remedy: str = "remove or convert the column",
 ) -> None:
-    """Raise BadTaskFile with a clear reason for a fault that `datasets` would report unclearly.
-
-    A fault is a file without rows, two columns with the same name, or a column of a type that the
-    library cannot read.
-    """
+    """Raise BadTaskFile with a clear reason for a fault that `datasets` would report unclearly."""
     from datasets import Features
 
     footer = pq.read_metadata(path)

@@ -1,9 +1,9 @@
 """Invented ("dummy") chats, with which `rendering` finds the tokens of new messages.
 
 `rendering` renders a dummy chat with the new messages at its end. The tokens after the chat are the
-tokens of the new messages. The last reply of a dummy chat has the same parts as the real reply:
-text, a thought, or calls with the same names and ids. A template may read these parts when it
-renders the messages after the reply.
+tokens of the new messages. A template may read the last reply when it renders new messages. So the
+last reply of a dummy chat has the parts of the real reply: text, a thought, calls with the same
+names and ids.
 """
 
 from __future__ import annotations

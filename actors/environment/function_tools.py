@@ -1,19 +1,14 @@
-"""Tools that are a user's typed Python functions, or the methods of a class.
+"""Tools that are a user's typed Python functions, or the public methods of a class.
 
-    def search(query: str, limit: int = 5) -> str:
-        \"\"\"Search the archive.
+    def search(query: str, limit: int = 5) -> str: ...
 
-        Args:
-            query: Words to look for.
-        \"\"\"
+The signature gives the schema that the policy sees, and the docstring gives the descriptions in it.
+Arguments are checked against the types and converted before the call.
 
-The signature gives the schema that is shown to the policy; the docstring gives the descriptions.
-Arguments are checked against the types and converted before the call. Each public method of a class
-is a tool, except `reset`, `close` and `get_reward`. Each episode has its own instance, whose
-`reset(**columns)` is called first, as with `environment_factory` of TRL's trainers. Instead of a
-class, a factory may be given: a function without arguments whose annotation says that it returns an
-instance of the class, such as `def make() -> Desk`.
-`actors.environment.builtin.tools` uses this module.
+Each episode has its own instance of a class. `reset(**columns)` of the instance is called first, as
+with `environment_factory` of TRL's trainers. `reset`, `close` and `get_reward` are not tools.
+Instead of a class, a factory may be given: a function without arguments that is annotated with the
+class, such as `def make() -> Desk`.
 """
 
 from __future__ import annotations
@@ -151,10 +146,7 @@ class FunctionTool:
 def _answer_of(
     target: str, arguments: Mapping[str, Any], instance: Any = None
 ) -> tuple[str, bool] | Coroutine[Any, Any, tuple[str, bool]]:
-    """Call a tool by its name, and return its answer. This function runs in a worker.
-
-    Returns: the answer as text and False; or the reason why the arguments were refused, and True.
-    """
+    """Call a tool in this worker; return (answer, False), or (reason for a refusal, True)."""
     tool = _tool_of(target)
     try:
         read = tool.read(arguments)
@@ -166,13 +158,11 @@ def _answer_of(
 
 
 def _call_if_there(instance: Any, name: str, columns: Mapping[str, Any]) -> Any:
-    """Call a method of an instance, if there is one, and return its answer; otherwise None.
+    """Call a method of an instance, and return its answer; None if there is no such method.
 
-    Return None also for an answer that nobody reads: the instance itself, or that of `close`. A
-    worker could not send every such answer.
-
-    columns: entries of the task's data. The method gets those that its signature names, or all
-    entries if it has a `**` parameter.
+    The method gets the columns of the task that its signature names, or all with a `**` parameter.
+    If the method is `close` or returns the instance itself, None is returned instead, because a
+    worker process cannot send every such value back.
     """
     method = getattr(instance, name, None)
     if method is None:
@@ -565,8 +555,7 @@ def _parsed(docstring: str) -> Docstring:
 def _further_text(docstring: str, style: DocstringStyle | None) -> str:
     """Return a docstring's examples, notes, warnings and paragraphs after its sections.
 
-    docstring_parser does not include this text in the description. Sections of arguments, results,
-    references and the like are left out.
+    docstring_parser leaves these texts out of the description.
     """
     if style is DocstringStyle.NUMPYDOC:
         sections = re.split(r"^(?=\w[\w ]*\n-{3,}[ \t]*$)", docstring, flags=re.MULTILINE)

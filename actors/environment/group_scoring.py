@@ -1,9 +1,8 @@
 """Score the trajectories of a group together, once all rollouts of the group have ended.
 
-The reward that the group's scoring gives to a trajectory is added to the trajectory's last turn. If
-the environment cannot score the group, each trajectory ends as `reward_error`. Before the
-trajectory queue closes a group that must be scored together, it gives the group to an environment
-actor, which scores the group with this module.
+The reward is added to the trajectory's last turn. If the group cannot be scored, each trajectory
+ends as `reward_error`. The trajectory queue gives the group to an environment actor, which calls
+this module, and closes the group afterwards.
 """
 
 from __future__ import annotations
@@ -123,10 +122,9 @@ async def _with_retries(
 
 
 def _with_score(trajectory: Trajectory, result: StepResult | None) -> Trajectory:
-    """Add a result of group scoring to a trajectory.
+    """Add a result of group scoring to a trajectory, and the result's reward to the last turn.
 
-    The last turn gets the result's reward and components, and the trajectory gets the result's
-    metrics and extra columns. If there is no result, the outcome becomes `reward_error`.
+    If there is no result, the outcome becomes `reward_error`.
     """
     if result is None:
         return _unscored(trajectory, "none of the group functions gave a number for this answer")

@@ -10,8 +10,7 @@ The judge is any server with OpenAI's chat completions API:
 
 A failed judgement raises `RewardError` after retries, and is never a score of 0. Equal questions
 are sent once: pending requests are shared, and replies are kept in memory or in an SQLite file that
-all processes on a node share. `single_turn` and `tools` call a judge as a reward function, and so
-may a user's own functions.
+all processes on a node share.
 """
 
 from __future__ import annotations
@@ -133,10 +132,7 @@ class Judge:
     async def _ask_and_keep(
         self, key: str, question: Mapping[str, Any], line: _Line
     ) -> tuple[str, int, int]:
-        """Send a question; return the reply, and the numbers of prompt and completion tokens.
-
-        The cache keeps a reply with a score, even if no caller waits for the reply any longer.
-        """
+        """Return what `_ask` returns; cache a reply with a score, even if no caller waits."""
         found = await self._ask(question, line)
         with suppress(RewardError):
             self._read(found[0], (0, 0))
@@ -161,10 +157,7 @@ class Judge:
         )
 
     async def _ask(self, question: Mapping[str, Any], line: _Line) -> tuple[str, int, int]:
-        """Send a question, with retries; return what `_request` returns.
-
-        Raises: RewardError if all attempts fail.
-        """
+        """Call `_request`, with retries; raise RewardError if all attempts fail."""
         settings = self.settings
         async with line.slots:
             for attempt in range(settings.max_retries + 1):

@@ -1,9 +1,7 @@
 """The options of a judge, a model that scores answers.
 
-They describe the judge's service, the question to the judge, and how its reply becomes a score.
-
-This module does no I/O; `actors.environment.judge` sends the requests. Bad options are refused
-before a run starts.
+They describe the judge's service, the question to the judge, and how its reply becomes a score. Bad
+options are refused before a run starts. `actors.environment.judge` sends the requests.
 """
 
 from __future__ import annotations
@@ -230,8 +228,8 @@ def score_of(options: JudgeOptions, reply: str) -> float:
 def _field_of(reply: str, path: str) -> Any:
     """Return the value of a field in a judge's reply; None if the field is missing or null.
 
-    If several JSON objects in the reply have a value for the field, the last object counts.
-    path: the field's name, such as "score", or "verdict.score" for a field of the object `verdict`.
+    The last JSON object that has the field counts. path: the field's name, such as "score", or
+    "verdict.score" for a field of the object `verdict`.
     """
     found, decoder, start = None, json.JSONDecoder(), reply.find("{")
     while start >= 0:

@@ -1,11 +1,9 @@
 """Call the tools of MCP servers, over stdio or HTTP, with the client of the package `mcp`.
 
-A server is opened once for each process and event loop, and all episodes there call its tools; with
-the option `per: episode`, it is opened for each episode. One asyncio task opens and closes the
-server's client, as the client requires. A call whose server is gone, or no longer answers, raises
-`ServerLost`, and the next episode opens the server again. A server over stdio ends with the process
-that opened it, even if that process is killed (`server_keeper`). `actors.environment.builtin.tools`
-uses this module, which imports the package `mcp` only if a server is configured.
+All episodes of one event loop share an open server; with the option `per: episode`, each episode
+has its own. If a server is gone or no longer answers, a call raises `ServerLost`, and the next
+episode opens the server again. A server over stdio ends with the process that opened it, even if
+that process is killed (`server_keeper`). `mcp` is imported only if a server is configured.
 """
 
 from __future__ import annotations
@@ -163,9 +161,9 @@ class McpServer:
             await asyncio.wait([keeper], timeout=CLOSE_LIMIT_S)
 
     async def _ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Call `question`, which sends a request by a method of the client, and return the answer.
+        """Send a request to the server, and return the answer. Raises: ToolFailed; ServerLost.
 
-        Raises: ToolFailed; ServerLost.
+        question: calls the client's method that sends the request.
         """
         import anyio
         import httpx2
@@ -190,21 +188,15 @@ class McpServer:
             raise ToolFailed(describe(error)) from error
 
     def _is_loss(self, code: int) -> bool:
-        """Return whether an error of the protocol means that the server, or its session, is gone.
-
-        Over HTTP, the client reports a restarted or overloaded server by INTERNAL_ERROR or
-        INVALID_REQUEST.
-        """
+        """Return whether an error's code means that the server, or its session, is gone."""
         from mcp_types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
 
+        # Over HTTP, the client reports a restarted or overloaded server by these codes.
         over_http = {INTERNAL_ERROR, INVALID_REQUEST} if self._options.url else set()
         return code in {CONNECTION_CLOSED, *over_http}
 
     def _opened_now(self) -> _Opened:
-        """Return a future of the open client. If no client is open, begin to open one.
-
-        The future is done as soon as the client is open.
-        """
+        """Return the future of the open client; if no client is open, begin to open one."""
         if self._keeper is None or self._keeper.done() or self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
             self._keeper = asyncio.create_task(self._keep(self._opened))
@@ -221,25 +213,24 @@ class McpServer:
             raise await self._lost(opened, f"did not answer within {OPEN_LIMIT_S:g} s") from None
 
     async def _lost(self, opened: _Opened, what: str) -> ServerLost:
-        """Close a server that was lost, and return the error to raise.
+        """Close a lost server, unless another caller has closed it, and return the error to raise.
 
-        If another caller has closed the server already, only return the error. Wait until the
-        server is closed: the event loop may end soon, and would leave the server half closed. The
-        next use opens the server again.
         Args: opened: the future of the lost client. what: what happened, for the error's text.
         """
         if self._opened is opened:
+            # Wait: the event loop may end soon, and would leave the server half closed.
             await self.close()
         return ServerLost(f"{self._where} {what}{self._stderr.last_lines()}")
 
     async def _keep(self, opened: _Opened) -> None:
-        """Open the client, keep it open until this task is cancelled, then close it in this task.
+        """Open the client, and close it when this task is cancelled.
 
         opened: the future that gets the open client and the tools, or the error.
         """
         from mcp import Client
 
         try:
+            # The client must be opened and closed by the same task.
             async with _target(self._options, self._stderr) as target, Client(target) as client:
                 tools = await self._list(client)
                 opened.set_result((client, tools))
@@ -336,12 +327,9 @@ def _found(command: Sequence[str]) -> list[str]:
 
 
 def _kept(command: Sequence[str]) -> list[str]:
-    """Return a command that runs the server under a `server_keeper`.
-
-    The keeper ends the server's processes when this process ends. Systems without pidfd cannot run
-    a keeper. On these systems return the server's own command: the protocol requires a server to
-    end by itself when its standard input closes.
-    """
+    """Return a command that runs the server and ends it when this process ends."""
+    # The keeper needs pidfd. Without a keeper, the protocol requires a server to end by itself
+    # when its standard input closes.
     if not hasattr(os, "pidfd_open"):
         return list(command)
     return [sys.executable, "-I", "-S", server_keeper.__file__, str(os.getpid()), *command]

@@ -1,8 +1,8 @@
 """The protocol of an environment: reset, step and close, and the values they take and return.
 
-An environment plays one episode at a time and never sees token ids: it gets text and returns
-messages. Terminated means that the game has ended; truncated means that the environment cut it
-off. Built-in environments implement `Environment`; `turn_loop` plays them, as this code does:
+An environment plays one episode at a time and never sees token ids. Terminated means that the game
+has ended; truncated means that the environment cut it off. `turn_loop` plays an environment as this
+code does:
 
     environment = Doubling()
     begun = await environment.reset(Task(task_id="a", environment="my:Doubling", seed=4))

@@ -115,8 +115,7 @@ def _bound(
 ) -> Callable[[], Environment]:
     """Return an environment's factory with the options bound.
 
-    Raises: BadOptions if an option does not fit; BadEnvironmentOptions for keyword arguments that
-    the factory does not take.
+    Raises: BadOptions; BadEnvironmentOptions for keyword arguments that the factory does not take.
     """
     signature = _signature_of(factory)
     if (parameter := _options_parameter(factory, signature)) is not None:
@@ -152,10 +151,7 @@ def _check_keywords(name: str, signature: inspect.Signature, options: Mapping[st
 
 
 def _is_made(section: type[Any]) -> bool:
-    """Return whether the values of a class of options are objects of that class.
-
-    False for a TypedDict, whose values are plain dicts.
-    """
+    """Return whether a class of options makes objects of itself; a TypedDict makes plain dicts."""
     return not issubclass(section, dict)
 
 
@@ -186,11 +182,10 @@ def read_options(name: str, options: Mapping[str, Any]) -> Any:
 def _options_parameter(
     factory: EnvironmentFactory, signature: inspect.Signature
 ) -> inspect.Parameter | None:
-    """Return a factory's parameter `options`, whose type is a class of options or a union of them.
+    """Return a factory's parameter `options`, if its type is a class of options or a union of them.
 
     Return None if the factory takes its options as keyword arguments.
-    Raises: BadOptions if the type is not defined, or is a container such as list[Options]; also if
-    the factory has a class of options and other parameters.
+    Raises: BadOptions if the type is undefined or a container, or if there are other parameters.
     """
     if (parameter := signature.parameters.get("options")) is None:
         return None
@@ -225,11 +220,8 @@ def _options_parameter(
 
 
 def _unknown_names(annotation: Any) -> str:
-    """Return the undefined names and type variables in a type, separated by commas.
-
-    An annotation that could not be evaluated is returned as it is.
-    Example: list[T] -> "T"
-    """
+    """Return the undefined names and type variables in a type. Example: list[T] -> T"""
+    # A string is an annotation that could not be evaluated.
     if isinstance(annotation, str):
         return annotation
     # A generic class has type variables as well, but needs no values of them.
@@ -241,12 +233,10 @@ def _unknown_names(annotation: Any) -> str:
 def _signature_of(
     factory: EnvironmentFactory, unknown: Mapping[str, Any] = MappingProxyType({})
 ) -> inspect.Signature:
-    """Return the signature of a factory; annotations that are strings are evaluated.
+    """Return the signature of a factory, with evaluated annotations.
 
-    An undefined name becomes a type variable. Annotations that still cannot be evaluated stay
-    strings. For a factory without a signature, such as some classes written in C, return a
-    signature that takes any arguments.
-    unknown: the type variables of the undefined names found so far, for the recursive call.
+    An undefined name becomes a type variable; `unknown` has the variables that were made so far. An
+    annotation that still cannot be evaluated stays a string.
     """
     called: Any = get_origin(factory) or factory
     try:
@@ -263,6 +253,7 @@ def _signature_of(
     try:
         return inspect.signature(called)
     except (TypeError, ValueError):
+        # Some classes written in C have no signature.
         return inspect.signature(lambda *args, **named: None)
 
 

@@ -1,15 +1,14 @@
 """Make prompts by appending tokens, so that the tokens of earlier turns stay as they are.
 
 The next prompt is the last prompt, then the sampled tokens, then the tokens of the new messages
-(the delta). To find the delta, the new messages are rendered after two invented chats
+(the delta). The delta is found by rendering the new messages after two invented chats
 (`dummy_chats`). The delta is used if
 
-- it is the same after both invented chats,
-- adding the new messages changes nothing before them, except that one part may disappear,
-- it has the text of every new message, and the rendering of the real chat ends with it.
+- the delta is the same after both invented chats,
+- the new messages change nothing before them, except that one part may disappear,
+- the delta has the text of every new message, and the rendering of the real chat ends with it.
 
-Otherwise the whole chat is rendered, and the reason is counted. The rendering must show the text of
-every message, and the tools. The turn loop and the gateway use this module.
+Otherwise the whole chat is rendered, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -349,10 +348,9 @@ class ChatRenderer:
     def _render_marks(
         self, messages: _Messages, tools: _Tools, after: str = ""
     ) -> frozenset[str] | None:
-        """Return the marks (unique words) that a chat's rendering shows.
+        """Return the marks that a chat's rendering shows; None if the template refuses the chat.
 
-        messages: a chat with marks in its texts (`marked`, `with_mark`). after: search only after
-        the last occurrence of this text. Returns: None if the template refuses the chat.
+        A mark is a unique word in a text of the chat. after: search only after this text.
         """
         try:
             text = self.template.text(messages, tools, add_generation_prompt=True)
@@ -405,7 +403,7 @@ class ChatRenderer:
     ) -> bool:
         """Return whether the template shows the texts of new messages that follow a chat.
 
-        mark: the last text of the chat. tail: the rendering of chat and new messages after `mark`.
+        mark: the chat's last text. tail: the rendering after `mark`.
         """
 
         def in_place(each: Said) -> bool:
@@ -421,9 +419,8 @@ class ChatRenderer:
     ) -> _Delta | BreakReason:
         """Return the tokens after a dummy reply (the delta), or why they cannot be used.
 
-        Args: mark: the last text of the reply. whole: the chat's rendering with the new messages.
-        closed: the chat's rendering up to the reply. is_call: whether the reply ends in a call.
-        If `whole` or `closed` does not have the mark exactly once, the tokens cannot be used.
+        mark: the reply's last text. whole: the rendering with the new messages. closed: the
+        rendering up to the reply. is_call: whether the reply ends in a call.
         """
         # Find the mark in each text: a template may render more text before a reply that is last.
         tails = []
@@ -457,11 +454,9 @@ class ChatRenderer:
         new_messages: Sequence[Message],
         tools: Sequence[ToolSchema],
     ) -> bool:
-        """Return whether the rendering of the real chat ends with `tail`.
+        """Return whether the rendering of the real chat ends with the text of the new messages.
 
-        tail: the text of the new messages after a dummy chat. The real chat may change this text,
-        for example if an earlier message has `/no_think`. If the template refuses the real chat,
-        nothing can be compared, and the result is True.
+        tail: this text after a dummy chat. True is returned if the template refuses the real chat.
         """
         reply = history[-1]
 
@@ -471,6 +466,7 @@ class ChatRenderer:
 
         try:
             text = rendered(reply)
+            # An earlier message, for example with `/no_think`, may change the text.
             if not text.endswith(tail):
                 try:
                     others = [each for each in history[:-1] if each.role is not Role.SYSTEM]
@@ -495,10 +491,8 @@ class ChatRenderer:
         return [end for end in ends if end and end in text]
 
     def _num_in_call(self, closing_ids: Sequence[int]) -> int:
-        """Return how many of the tokens after a call's last argument belong to the call.
+        """Return how many tokens after a call's last argument the policy samples, such as brackets.
 
-        These tokens, such as closing brackets, are sampled by the policy. They are the tokens
-        before the first end token, or all tokens if there is none.
         closing_ids: the tokens after the last argument in a chat that ends with the call.
         """
         ends = (index for index, token in enumerate(closing_ids) if token in self._end_ids)
@@ -507,23 +501,20 @@ class ChatRenderer:
     def _is_ended(self, sampled: TokenIds, num_closing: int) -> bool:
         """Return whether a reply with calls is ended, by its own last token or by the delta.
 
-        If nothing ends the reply, it may be cut off within a call. The policy would then read the
-        new messages as the rest of the call.
-
-        Args: num_closing: number of tokens at the start of the delta that end the reply.
+        num_closing: number of tokens at the start of the delta that end the reply.
         """
+        # Without an end, the policy would read the new messages as the rest of a cut-off call.
         return num_closing > 0 or not self._end_ids.isdisjoint(sampled[-1:].tolist())
 
     def _num_closing(self, tail_ids: Sequence[int], closing_ids: Sequence[int]) -> int:
         """Return how many tokens at the start of `tail_ids` close the reply.
 
-        Args: tail_ids: the tokens after a reply to which new messages are added. closing_ids: the
-        tokens after the same reply at the end of a chat.
-        Examples: ([END, NL, USER], [END, NL]) -> 2. If the chat ends without a token after the
-        reply, an end token still counts: ([END, USER], []) -> 1.
+        `tail_ids` follow the reply if new messages come next, and `closing_ids` if none do.
+        Example: ([END, NL, USER], [END, NL]) -> 2
         """
         if closing_ids:
             return _num_shared(tail_ids, closing_ids)
+        # The chat ends without a token after the reply; an end token still counts.
         return int(bool(tail_ids) and tail_ids[0] in self._end_ids)
 
     def _encode(self, text: str) -> list[int]:
@@ -537,24 +528,21 @@ class ChatRenderer:
 
 
 def _head(text: str, question: str, mark: str) -> str:
-    """Return the start of a dummy chat's rendering, up to the question before the reply.
+    """Return the start of a dummy chat's rendering, which new messages must not change.
 
-    New messages must not change this start. The text after the question may change: some templates
-    show the thought of the newest reply only. Without the question, return the text before `mark`.
+    The start ends with `question` or, if there is no question, before `mark`.
     """
     before, _, _ = text.partition(mark)
+    # Text after the question may change: some templates show only the newest reply's thought.
     head, found, _ = before.rpartition(question)
     return head + found if found else before
 
 
 def _only_loses(before: str, after: str) -> bool:
-    """Return whether `after` is `before` with at most one contiguous part removed.
-
-    before, after: a dummy chat's rendering without and with new messages. One removed part is no
-    fault. The real prompt keeps such a part, because tokens are only appended to the prompt.
-    """
+    """Return whether `after` is `before` with at most one contiguous part removed."""
     start = _num_shared(before, after)
     end = _num_shared(before[start:][::-1], after[start:][::-1])
+    # One removed part does no harm: the real prompt keeps it, because tokens are only appended.
     return start + end == len(after)
 
 
@@ -576,8 +564,8 @@ def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
 def _overlap(sampled: TokenIds, closing: TokenIds, end_ids: Set[int | None]) -> int:
     """Return how many tokens at the start of `closing` are not needed after a sampled reply.
 
-    closing: the tokens that the template writes to close a reply. Examples: ([hi, END], [END, NL])
-    -> 1; ([hi], [END, NL]) -> 0; with white space first, ([hi, END], [NL, END, NL]) -> 2.
+    closing: the tokens that the template writes to close a reply.
+    Examples: ([hi, END], [END, NL]) -> 1; with white space first, ([hi, END], [NL, END, NL]) -> 2
     """
     start: list[int] = closing.tolist()
     end: list[int] = sampled[max(0, len(sampled) - len(start)) :].tolist()

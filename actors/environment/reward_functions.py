@@ -6,19 +6,16 @@
     def score(completions, answer, **columns):           # as TRL's trainers call it, with lists
         return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
-Both kinds may be coroutines. A function gets the columns of the data set that it names, or all
-columns if it takes `**columns`; `prompt` (`prompts`) is the task's prompt, as the data have it. An
-argument `columns` gets the whole row as a mapping. With tools, `messages` is the conversation after
-the prompt, and `environment` (`environments`) is the instance of the class whose methods are the
-tools. `trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`.
+Both kinds may be coroutines. A function gets the columns of the data set that it names; with
+`**columns` it gets all. An argument `columns` gets the whole row as a mapping. `prompt` (`prompts`)
+is the task's prompt, as the data have it. With tools, `messages` is the conversation after the
+prompt. `environment` (`environments`) is the object whose methods are the tools.
+`trainer_arguments` describes `trainer_state`, `log_metric` and `log_extra`.
 
-Rayloom sets these arguments even if the data have a column of the same name; the function can read
-the column from `columns`. One exception, as in TRL: if the data have a column `messages`, a
-function that takes lists gets this column as `messages`.
+These arguments hide columns of the same names; the argument `columns` has the hidden columns too.
+One exception, as in TRL: a function that takes lists gets a column `messages` as `messages`.
 
-A group function takes lists too, and is called once for the answers of a whole group
-(`load_group_functions`, `RewardFunction.score_group`). The environments single_turn and tools use
-this module.
+A group function (`load_group_functions`) takes lists too, and scores a whole group in one call.
 """
 
 from __future__ import annotations
@@ -263,10 +260,8 @@ class RewardFunction:
     ) -> tuple[Any, Logs]:
         """Call the function in a worker process and return its answer and its logs.
 
-        Raises:
-            RewardError: The call takes longer than `reward_limit_s`, or it ends the worker process.
-            CallFailed: The function raises.
-            WorkerLost: The worker process that holds the function's instance has ended.
+        Raises: RewardError if the call exceeds `reward_limit_s` or ends the worker; CallFailed if
+        the function raises; WorkerLost if the worker with the function's instance has ended.
         """
         held = next((each for each in _flat(self.instance, *arguments.values())), None)
         place = workers.pool() if held is None else held.home
@@ -287,10 +282,7 @@ class RewardFunction:
             raise
 
     def _read(self, found: object, logs: Logs, *, index: int = 0, count: int = 1) -> Score:
-        """Convert the function's value for answer `index` of `count` to a Score.
-
-        Raises: RewardError if the value is not a score.
-        """
+        """Return the Score of answer `index`. Raises: RewardError if `found` is not a score."""
         value, parts = self._value_of(found)
         try:
             extras = logs.extras_of(index, num_answers=count)
@@ -301,9 +293,8 @@ class RewardFunction:
     def _value_of(self, found: object) -> tuple[float | None, dict[str, float]]:
         """Return the reward, and the named numbers that the function returned.
 
-        If one of the named numbers is called `score`, it is the reward and the others are only
-        reported (verl's form); otherwise the sum of the numbers is the reward. Raises: RewardError
-        if the value is not a score.
+        The reward is the number named `score` (verl's form), or else the sum of all numbers.
+        Raises: RewardError if the value is not a score.
         """
         if not isinstance(found, Mapping):
             return None if found is None else self._number(found), {}
@@ -328,10 +319,7 @@ class RewardFunction:
         return parts["score"] if is_verl else sum(parts.values()), parts
 
     def _number(self, value: Any, place: str = "") -> float:
-        """Return a number in the function's answer. `place` names the number in the error's text.
-
-        Raises: RewardError if the value is not a number, or is too large.
-        """
+        """Return the value as a float. place: the value's name in an error. Raises: RewardError."""
         if not _is_number(value):
             raise NoScore(
                 f"reward function {self.name} gave {_format(value)}{place}, expected a number "
@@ -341,13 +329,10 @@ class RewardFunction:
 
 
 def _values(found: Any, takes_lists: bool) -> Any:
-    """Return the result of a reward function, as a list if the function takes lists.
-
-    TRL iterates over the result, so arrays, tensors, series and generators are accepted too. Return
-    the result unchanged if it is not iterable, or if its values have no order.
-    """
+    """Return the result of a reward function, as a list if the function takes lists."""
     if not takes_lists:
         return found
+    # As in TRL, anything with an order is accepted: arrays, tensors, series and generators.
     if hasattr(found, "tolist"):
         found = found.tolist()
     is_list = isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping | Set)
@@ -361,16 +346,13 @@ def _answer_of(
     logs: Collection[str],
     takes_lists: bool,
 ) -> tuple[Any, Logs] | Coroutine[Any, Any, tuple[Any, Logs]]:
-    """Call a reward function, or a method of an instance; return the answer and the logs.
-
-    This function runs in a worker. The answer has only plain Python numbers, so that the process
-    that called the worker can read it without the user's packages.
-    """
+    """Call a reward function, or an instance's method, in a worker; return answer and logs."""
     function = _found(target) if instance is None else getattr(instance, target.rpartition(".")[2])
     given = copy_of_each(arguments) if takes_lists else arguments
     found, logged = call_with_logs(function, given, logs=logs)
     if inspect.isawaitable(found):
         return _awaited(found, logged, takes_lists)
+    # Only plain numbers, which the calling process can read without the user's packages.
     return _sendable(_values(found, takes_lists)), logged
 
 

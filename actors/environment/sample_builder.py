@@ -1,15 +1,12 @@
 """Build the samples of one trajectory while it is played.
 
-A turn extends a sample if the sample's ids are an exact prefix of the turn's prompt; the other
-tokens of the prompt are observation, with mask 0. A turn may extend any earlier sample. If it could
-extend several, it extends the longest, and the newest of equally long ones. `append` takes a turn
-that is known to continue the last turn, so it compares no ids. `add` takes any turn, and compares
-the turn's prompt with every sample. A property test compares `append` and `add` with a plain
-implementation (`tests/worlds/checks/prefix_merge.py`).
+A turn extends a sample if the sample's ids are an exact prefix of the turn's prompt. The other
+tokens of the prompt are observation, with mask 0. If the turn could extend several samples, it
+extends the longest, and the newest of equally long ones. `append` takes a turn that is known to
+continue the last turn, so it compares no ids. `add` takes any turn, and compares its prompt with
+every sample. `tests/worlds/checks/prefix_merge.py` has a plain implementation for comparison.
 
-For each sample the builder keeps only the newest prompt and reply, which have all ids of the
-sample. It keeps no earlier prompt, because all prompts of a long trajectory would need much memory.
-The turn loop, `service.gateway.ends` and `chats` use this module.
+To save memory, a sample keeps only its newest prompt and reply, which have all of its ids.
 """
 
 from __future__ import annotations
@@ -37,10 +34,9 @@ _NO_IDS: TokenIds = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class _OpenSample:
-    """A sample that further turns may extend.
+    """A sample that further turns may extend; its ids are the newest turn's `prompt` and `sampled`.
 
-    The sample's ids are the prompt and the sampled ids of its newest turn. `last_id` is the last of
-    these ids. `observed` has the tokens that the environment added at the end of the episode.
+    `observed` has the tokens that the environment added at the end of the episode.
     """
 
     parent: int | None
@@ -172,9 +168,9 @@ class SampleBuilder:
         return sample
 
     def _nearest(self, prompt: TokenIds) -> tuple[int, int]:
-        """Find the open sample that has the longest prefix in common with a prompt.
+        """Find the open sample that shares the longest prefix with a prompt; of equals, the newest.
 
-        Return the sample's index, and the number of common ids. Among equals, choose the newest.
+        Returns: the sample's index, and the number of shared ids.
         """
         nearest = len(self._open) - 1
         most = self._open[nearest].num_common(prompt)
@@ -223,10 +219,7 @@ class SampleBuilder:
 
 
 def _experts(sample: _OpenSample) -> ExpertRecords | None:
-    """Return the experts that a mixture-of-experts model chose for a sample's tokens.
-
-    Returns: the experts with the positions of their tokens; None if no turn recorded any.
-    """
+    """Return the experts that a mixture-of-experts model chose for a sample's tokens, or None."""
     positions: list[NDArray[np.int32]] = []
     indices: list[ExpertIndices] = []
     for turn, recorded in zip(sample.turns, sample.recorded, strict=True):

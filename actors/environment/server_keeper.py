@@ -2,15 +2,13 @@
 
     python -I -S server_keeper.py PID COMMAND...
 
-PID is the id of the process that starts this program and uses the server (`mcp_servers`); below, it
-is called the user. COMMAND starts the server. A server may start other processes (launchers such as
-npx, uvx or `sh -c` do), which would outlive the server and the user. Therefore the program consists
-of two processes:
-
+COMMAND starts the server. PID is the id of the process that starts this program and uses the server
+(`mcp_servers`), called the user here. Launchers such as npx, uvx or `sh -c` start other processes,
+which would outlive the server and the user. Therefore the program consists of two processes:
 - The first process is the user's child. It starts the second, and passes signals on to it.
-- The second process, the keeper, starts the server, and becomes the parent of the server's orphaned
-  descendants. It ends all of them when the server, the first process or the user has ended. It is
-  not the user's child, because Ray kills the children of a worker that it ends.
+- The second process, the keeper, starts the server, and adopts the server's orphaned descendants.
+  It ends all of them when the server, the first process or the user has ended. It is not the
+  user's child, because Ray kills the children of a worker that it ends.
 
 Only the server has the standard input and output. The program imports only the standard library, so
 that it costs little. It needs Linux.
@@ -56,10 +54,9 @@ def main(user: int, command: Sequence[str]) -> int:
 
 
 def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
-    """Run the server until it or a watched process ends, or a signal arrives.
+    """Run the server until it or a watched process ends, or a signal arrives; then kill the rest.
 
-    At the end, kill all processes of the server. watched: file descriptors (pidfds) of processes.
-    Returns: the server's exit status, as a shell reports it.
+    watched: pidfds of processes. Returns: the server's exit status, as a shell reports it.
     """
     woken, waking = os.pipe()
     for end in (woken, waking):
@@ -84,19 +81,14 @@ def _keep(command: Sequence[str], watched: Sequence[int]) -> int:
 
 
 def _release_pipes() -> None:
-    """Replace this process's standard input and output by /dev/null.
-
-    Then only the server holds the pipes to the process that uses the server.
-    """
+    """Replace standard input and output by /dev/null, so that only the server holds the pipes."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
 
 
 def _wait(server: int, *, watched: Sequence[int], woken: int) -> int | None:
-    """Wait until the server or a watched process ends.
-
-    If a signal to end arrives, send the server SIGTERM, and wait at most GRACE_S longer.
+    """Wait until the server or a watched process ends, or until GRACE_S after a signal to end.
 
     watched: pidfds of processes. woken: a pipe to which each signal that arrives is written.
     Returns: the server's exit status; None if the server still runs.

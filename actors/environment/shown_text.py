@@ -1,10 +1,9 @@
 """Check whether a rendering shows the texts of a chat's messages.
 
-A template may drop or move a message, and trim or escape a text, so a search for the unchanged text
-is not enough. Instead, each text is checked in two renderings of the chat. The first has the text
-itself, and must show the words of the text in their order. The second has a mark, a word that
-occurs nowhere else, in place of the text, and must show the mark; otherwise the words in the first
-could come from another message. `rendering` and `template_traits` use this module.
+A template may drop, move, trim or escape a text. So each text is checked in two renderings. The
+first has the text, and must show the text's words in their order. The second has a mark, a word
+that occurs nowhere else, in place of the text. It must show the mark, because the words in the
+first rendering could come from another message.
 """
 
 from __future__ import annotations
@@ -243,16 +242,14 @@ def _marked_calls(message: Message, number: int) -> tuple[ToolCall, ...]:
 
 
 def _marked_value(value: Any, mark: str) -> Any:
-    """Return a call's argument with a mark in place of each text.
-
-    Numbers stay, because a template may calculate with them.
-    """
+    """Return a call's argument with a mark in place of each text."""
     if isinstance(value, str):
         return mark
     if isinstance(value, dict):
         return {key: _marked_value(each, mark) for key, each in value.items()}
     if isinstance(value, list):
         return [_marked_value(each, mark) for each in value]
+    # Numbers stay, because a template may calculate with them.
     return value
 
 
@@ -271,10 +268,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _unescaped(text: str) -> str:
-    """Undo the escapes of JSON and HTML in a text.
-
-    Otherwise the letters of an escape, such as those of `&quot;`, would be read as a word.
-    """
+    """Undo the escapes of JSON and HTML, because the `quot` of `&quot;` would be read as a word."""
     if "\\" in text:
         text = _UNICODE_ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,10 +1,9 @@
 """The JSON schema of an environment's task data, and the check of data against it.
 
-An environment's class or instance may describe the data of its tasks in the attribute
-`data_schema`: a dataclass, or a JSON schema. The fields of the dataclass have types and bounds like
-the fields of options. Without this attribute any object is accepted. A schema refers to nothing
-outside itself, because a check of data must not read a file or a URL. The configuration's checks
-and the readers of task files use this module, and so does the API when tasks are submitted.
+An environment's class or instance may have an attribute `data_schema`: a dataclass, or a JSON
+schema. The dataclass's fields have types and bounds like the fields of options. Without this
+attribute any object is accepted. A schema refers to nothing outside itself, because a check of data
+must not read a file or a URL.
 """
 
 from __future__ import annotations
@@ -306,8 +305,7 @@ _SILENT = frozenset({"title", "description", "default", "examples", "$schema", "
 def _acceptor(schema: object) -> _Accepts | None:
     """Return a quick check of data; None if the schema has a keyword that only jsonschema checks.
 
-    The quick check is strict: data that pass it always satisfy the schema. If it refuses data,
-    the caller must ask jsonschema, which may still accept the data.
+    Data that pass satisfy the schema. For data that fail, ask jsonschema, which may accept them.
     """
     if not isinstance(schema, Mapping):
         return None

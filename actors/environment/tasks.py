@@ -2,9 +2,9 @@
 
 A source has the same task at an index in every process and after every restart. Training tasks and
 held-out tasks never overlap: generated tasks draw their seeds from two disjoint ranges, and a
-file's tasks are split by a hash of their ids. `MixedTasks` combines several sources by weight. A
-task file is JSON lines or Parquet; a row has `task_id` and `environment` (text), `seed` (a whole
-number, 0 or more) and `data` (an object; JSON text in a Parquet column).
+file's tasks are split by a hash of their ids. A task file is JSON lines or Parquet. A row has
+`task_id` and `environment` (text), `seed` (a whole number, 0 or more) and `data` (an object; JSON
+text in a Parquet column).
 """
 
 from __future__ import annotations

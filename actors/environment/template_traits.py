@@ -1,9 +1,8 @@
 """Find the traits of a model's chat template, such as the form in which it writes tool calls.
 
 A form is recognised by certain texts, its signs, in the template or in the template's rendering of
-a call. The engine's replica needs the form to choose vLLM's parser of the model's replies. The
-gateway and the checks before a start use the form too. `rayloom check` prints the traits. Nothing
-here depends on the name of a model.
+a call. The form decides which of vLLM's parsers reads the model's replies. Nothing here depends on
+the name of a model. `rayloom check` prints the traits.
 """
 
 from __future__ import annotations

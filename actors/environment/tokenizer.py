@@ -185,10 +185,8 @@ def _damaged(directory: Path) -> Path | None:
 
 
 def _is_misread(path: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether transformers 5 would load the wrong class of tokenizer and lose letters.
-
-    For example, DeepSeek's configuration names Llama's class, but its vocabulary is byte-level.
-    """
+    """Return whether transformers 5 would load the wrong class of tokenizer and lose letters."""
+    # DeepSeek's configuration, for one, names Llama's class, but its vocabulary is byte-level.
     if not str(config.get("tokenizer_class")).startswith("LlamaTokenizer"):
         return False
     parts = _read(path / "tokenizer.json").get("pre_tokenizer") or {}
@@ -244,13 +242,10 @@ def stop_ids_of(model: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
 
 
 def _added_by_settings(model: str) -> list[int] | int | None:
-    """Return a model's eos_token_id, from generation_config.json or from the configuration.
-
-    As in vLLM, the configuration is ignored if generation_config.json exists, even if that file
-    has no eos_token_id.
-    """
+    """Return a model's eos_token_id, from generation_config.json or from the configuration."""
     directory = Path(model)
     # The classes of transformers would read the same, but their import takes two seconds.
+    # As in vLLM, this file replaces the configuration even if it has no eos_token_id.
     if (file := directory / "generation_config.json").is_file():
         return _read(file).get("eos_token_id")
     if (written := _read(directory / "config.json").get("eos_token_id")) is not None:

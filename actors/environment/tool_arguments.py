@@ -1,9 +1,8 @@
 """The arguments of tools: pydantic models of a user's functions, and JSON schemas.
 
-A pydantic model is made from the types and the defaults of a function's signature. The model gives
-the JSON schema of the arguments, and checks the arguments of each call. Every tool's schema is put
-into the form that templates show and that vLLM's parsers read. `function_tools`, `mcp_servers` and
-OpenEnv's environment use this module.
+A function's signature gives a pydantic model, which checks the arguments of each call. The model
+gives the JSON schema of the arguments. Every tool's schema is put into the form that templates show
+and that vLLM's parsers read.
 """
 
 from __future__ import annotations
@@ -99,11 +98,7 @@ def arguments_model(
 
 
 def _strict(schema: Any) -> Any:
-    """Make the classes in a core schema of pydantic refuse unknown fields, NaN and infinity.
-
-    If a class's own configuration has a setting for unknown fields, or for NaN and infinity, the
-    class keeps that setting.
-    """
+    """Make the classes in a core schema of pydantic refuse unknown fields, NaN and infinity."""
     # Members of an enum may be lists, tuples or dicts of a class of their own.
     if type(schema) in (list, tuple):
         return type(schema)(_strict(each) for each in schema)
@@ -116,6 +111,7 @@ def _strict(schema: Any) -> Any:
     }
     if kind in ("model", "dataclass", "typed-dict"):
         rules = {"extra_fields_behavior": "forbid", "allow_inf_nan": False}
+        # A setting in the class's own configuration has precedence.
         found["config"] = rules | found.get("config", {})
     return found
 
@@ -207,15 +203,14 @@ def _plain(tree: Any) -> Any:
 def _inlined(tree: Any, defs: Mapping[str, Any], within: frozenset[str]) -> Any:
     """Replace each reference to `$defs` by the definition, unless the definition contains itself.
 
-    vLLM's parsers qwen3_coder and qwen3_xml follow no reference: they read an argument's type only
-    at the top level of the argument's schema.
-    Args: within: names of the definitions around this part of the schema.
+    within: names of the definitions around this part of the schema.
     """
     if isinstance(tree, list):
         return [_inlined(each, defs, within) for each in tree]
     if not isinstance(tree, dict):
         return tree
     name = str(tree.get("$ref", "")).removeprefix("#/$defs/")
+    # vLLM's parsers qwen3_coder and qwen3_xml do not follow references, so they need the type here.
     if name in defs and name not in within and not _contains_itself(name, defs):
         beside = {key: value for key, value in tree.items() if key != "$ref"}
         return _inlined({**defs[name], **beside}, defs, within | {name})
@@ -284,14 +279,10 @@ def _without_titles(tree: Any) -> Any:
 
 
 def with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
-    """Parse arguments that a parser of vLLM gave as JSON text, and return all arguments.
+    """Parse the refused arguments that are JSON text of an object or a list; return all arguments.
 
-    Only the arguments that `error` names are parsed, and only if they are the JSON text of an
-    object or a list.
-
-    Args: error: pydantic's refusal of the arguments.
-    Returns: None if there is no such text, or if a text cannot be parsed.
-    Example: if the text in {"n": 1, "at": "[2, 3]"} was refused, return {"n": 1, "at": [2, 3]}.
+    vLLM's parsers may leave such text. Returns: None if there is no text, or if a text is invalid.
+    Example: {"n": 1, "at": "[2, 3]"}, if `error` names "at" -> {"n": 1, "at": [2, 3]}
     """
     read = dict(arguments)
     for name in {each["loc"][0] for each in error.errors() if each["loc"]}:

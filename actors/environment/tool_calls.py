@@ -1,14 +1,13 @@
 """Check the tool calls of an assistant turn against the declared tools; report each bad call.
 
-`check_calls` checks the calls that the engine's parser has read, in whatever format the model
-writes calls. `parse_tool_calls` reads and checks calls without vLLM's parser, but only in the
-format that most chat templates teach and that the built-in tiny model writes:
+`check_calls` checks calls that vLLM's parser has read, in whatever format the model writes.
+`parse_tool_calls` reads and checks calls without this parser, in the format of most chat templates:
 
     <tool_call>{"name": …, "arguments": {…}}</tool_call>
 
-If vLLM's parser of this format (`hermes`) cannot read a text, it does not say why. The engine's
-replica then calls `parse_tool_calls` to find what is wrong. The functions raise no error for any
-text: an unreadable call becomes a `MalformedCall`, with a sentence that the policy may be shown.
+The built-in tiny model writes this format. If vLLM's parser of this format (`hermes`) cannot read a
+text, `parse_tool_calls` finds what is wrong. No text raises an error: an unreadable call becomes a
+`MalformedCall`, with a sentence that the policy may be shown.
 """
 
 from __future__ import annotations
@@ -170,10 +169,7 @@ def arguments_of(call: ParsedCall) -> dict[str, Any] | None:
 
 
 def _unpacked(arguments: Any) -> Any:
-    """Decode a call's arguments if the model wrote them as JSON text instead of an object.
-
-    Return a MalformedCall if the text is not JSON.
-    """
+    """Return a call's arguments, decoded if they are JSON text; MalformedCall if this fails."""
     for _ in range(2):
         if isinstance(arguments, str):
             arguments = _load(arguments)
@@ -251,10 +247,7 @@ def _with_integers(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> d
 
 
 def _as_integer(value: Any, schema: Any) -> Any:
-    """Convert a whole number such as 5.0 to `int` if integers are the only numbers allowed.
-
-    Any other value is returned unchanged. The items of a list are converted in the same way.
-    """
+    """Convert a whole number such as 5.0 to `int` if integers are the only numbers allowed."""
     choices = list(_choices(schema))
     if isinstance(value, list):
         of_items = {"anyOf": [each["items"] for each in choices if "items" in each]}
@@ -280,9 +273,7 @@ def _choices(schema: Any) -> Iterator[Mapping[str, Any]]:
 def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
     """Return the schemas that the argument `key` of a tool must satisfy.
 
-    These are the schemas under `properties` and `patternProperties` that fit `key`. If there are
-    none, the result is the schema `additionalProperties`. Without `additionalProperties`, a tool
-    that declares no arguments accepts any argument, [True], and other tools refuse it, [False].
+    The schema True allows any argument, and the schema False refuses every argument.
     """
     properties = schema.get("properties", {})
     patterns = schema.get("patternProperties") or {}
@@ -293,6 +284,7 @@ def _schemas_of(key: str, schema: Mapping[str, Any]) -> Sequence[Any]:
         except (re.error, OverflowError, RecursionError):
             # The patterns are JavaScript's; one that Python cannot read allows any argument.
             named.append(True)
+    # Without `additionalProperties`, a tool that declares no arguments accepts any argument.
     others = schema.get("additionalProperties")
     return named or [not (properties or patterns) if others is None else others]
 

@@ -8,9 +8,8 @@ They are the trainer's state and two functions that log:
         log_extra("read as", completions)                    # is kept with each trajectory
         return right if trainer_state.global_step > 100 else [0.5] * len(right)
 
-`call_with_logs` runs in the process of the reward function, which may be a worker; it returns the
-function's answer and everything that the function has logged. `actors.environment.reward_functions`
-uses this module.
+`call_with_logs` runs in the process of the reward function, which may be a worker. It returns the
+function's answer and everything that the function has logged.
 """
 
 from __future__ import annotations

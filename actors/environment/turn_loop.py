@@ -1,9 +1,8 @@
 """Play one episode, in turns of environment and policy, until it has exactly one outcome.
 
-Invariant: `play_episode` never raises, whatever the environment, the policy or the template does;
-it returns a trajectory with one outcome and the turns so far. A turn's tokens are exactly the
-tokens that were sent to the engine and the tokens that it returned. The environment actor calls
-`play_episode` for each assignment.
+Invariants: `play_episode` never raises, whatever the environment, the policy or the template does.
+It returns a trajectory with one outcome and the turns so far. A turn's tokens are exactly the
+tokens that were sent to the engine and the tokens that it returned.
 """
 
 from __future__ import annotations
@@ -288,12 +287,9 @@ class _Episode:
     def _check_chat(
         self, method: str, messages: Sequence[Message], *, history: Sequence[Message] = ()
     ) -> None:
-        """Check that the chat template shows the policy what an environment's messages mean.
+        """Check that the chat template shows who speaks, and which tool call each result answers.
 
-        The policy must see who speaks, and which tool call each result answers. Otherwise the
-        episode ends with an environment error.
-
-        method: the environment's method that returned `messages`, for the error.
+        Otherwise end the episode with an error that names the environment's method.
         """
         try:
             self._renderer.template.check_chat(messages, history=history)
@@ -467,10 +463,7 @@ def _sendable(text: str) -> str:
 
 
 def _as_message(action: Action, parsed: ParsedReply | None, *, stop: Sequence[str]) -> Message:
-    """Return a reply as a message of the chat.
-
-    If a call is malformed, the message contains the whole unparsed text.
-    """
+    """Return a reply as a chat message, which has the unparsed text if a call is malformed."""
     calls = tuple(call for call in action.calls if isinstance(call, ToolCall))
     if parsed is None or len(calls) < len(action.calls):
         return Message(role=Role.ASSISTANT, content=action.text)

@@ -58,9 +58,8 @@ def module_of(text: str, *, what: str) -> str:
 
 
 def _below(directory: Path, text: str) -> str:
-    """Return a remedy for the text of the error about a name with an absolute path.
+    """Return a remedy for a name with an absolute path, as the end of an error's text.
 
-    directory: the working directory.
     Example: _below(Path("/home/a"), "/home/a/my.py:score") -> "; write 'my.py:score'"
     """
     if Path(text).is_relative_to(directory):
@@ -164,10 +163,7 @@ def _is_same(file: Path, loaded: Path) -> bool:
 
 
 def _imported_by(file: Path) -> list[str]:
-    """Return the top-level modules that a file imports, such as a for `import a.b`.
-
-    Relative imports are left out.
-    """
+    """Return the top-level modules of a file's absolute imports, such as a for `import a.b`."""
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     except (OSError, SyntaxError, ValueError):
@@ -236,10 +232,7 @@ def missing_module(error: ModuleNotFoundError, own: str) -> str:
 
 
 def _importing(error: BaseException) -> str:
-    """Return a note for an error's text: the lines at which an import failed, innermost first.
-
-    Example: " (b.py:3, imported at a.py:1)"; empty if the error arose outside of imports.
-    """
+    """Return where an import failed, such as " (b.py:3, imported at a.py:1)", or ""."""
     places = [f"{each.filename}:{each.lineno}" for each in reversed(_module_frames(error))]
     return f" ({', imported at '.join(places[:3])})" if places else ""
 

@@ -1,11 +1,8 @@
 """Run a user's environment in a worker process, which a few episodes share.
 
-The environment actor uses `WorkerEnvironment` for environments that are not built in. Invariant: a
-`WorkerEnvironment` returns the same results as the user's environment, and its errors have the same
-one-line description. So the turn loop treats both alike.
-
-If an environment blocks its worker process beyond the deadline, the process is ended. Then all
-episodes in the process end as `environment_error` and are played again.
+Invariant: a `WorkerEnvironment` returns the same results as the user's environment, and its errors
+have the same one-line description. If an environment blocks its worker process beyond the deadline,
+the process is ended. All its episodes then end as `environment_error` and are played again.
 """
 
 from __future__ import annotations
@@ -104,10 +101,7 @@ class WorkerEnvironment:
 
 
 class _Unscored:
-    """The answer of a worker to a step that raises RewardError.
-
-    The error itself stays in the worker, because its function `rescore` runs there.
-    """
+    """The answer of a worker to a step that raises RewardError, which stays in the worker."""
 
     def __init__(self, message: str, *, can_rescore: bool) -> None:
         self.message = message
@@ -115,11 +109,7 @@ class _Unscored:
 
 
 class _Instance:
-    """An episode's environment in a worker process.
-
-    `rescore` tries again to score a step: it is the attribute `rescore` of the newest RewardError
-    that the environment raised.
-    """
+    """An episode's environment in a worker process, and `rescore` of its newest RewardError."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment

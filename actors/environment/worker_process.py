@@ -2,17 +2,14 @@
 
     python -P worker_process.py FD
 
-This code runs in the fork server and in the workers. The pool's process imports only constants from
-here; its handles of these processes are in `fork_server`.
-
 The fork server imports the modules of the users' functions once, and forks workers on request. It
 has one thread and no event loop, and only starts, kills and reaps workers. A worker calls functions
-in its main thread, so that signals work, and leads a process group of its own.
+in its main thread, so that signals work, and leads a process group of its own. The pool's process
+imports only constants from here; its handles of these processes are in `fork_server`.
 
-No process remains: each ends with its parent (PR_SET_PDEATHSIG), and the fork server also ends when
-its socket FD closes. The processes that a worker has started become children of the fork server
-when the worker ends; the fork server kills them. No file remains: the sockets have no names. The
-code needs Linux.
+No process remains. Each ends with its parent (PR_SET_PDEATHSIG), and the fork server also ends when
+its socket FD closes. The fork server adopts and kills the processes that an ended worker leaves. No
+file remains: the sockets have no names. The code needs Linux.
 """
 
 from __future__ import annotations
@@ -192,8 +189,7 @@ class _ForkServer:
 def _become_worker(end: int, server: int, *, max_bytes: int, is_loop: bool) -> None:
     """Turn this process, which was just forked, into a worker, and never return.
 
-    Args: end: file descriptor of the worker's socket; the worker ends when the socket closes.
-    server: process id of the fork server.
+    end: the worker's socket; the worker ends when it closes. server: process id of the fork server.
     """
     die_with(server, signal.SIGKILL)
     os.setsid()
@@ -246,11 +242,10 @@ class _Worker:
             tasks[number].add_done_callback(partial(_forget, tasks, number))
 
     def _begun(self, message: bytes) -> tuple[Any, ...] | None:
-        """Read a message from the pool, and return the call that it asks for.
+        """Read a message from the pool, and return the call in it; None if there is no call.
 
         Returns: the call's number, the function's name, the arguments, and whether to keep the
-            answer in this process. None if the message only asks to drop kept values or to cancel a
-            call, or if its arguments cannot be read; the pool then gets the error.
+        answer. None also if the arguments cannot be read; the pool then gets the error.
         """
         number, _ = HEAD.unpack_from(message)
         try:
@@ -260,6 +255,7 @@ class _Worker:
         except Exception as error:  # noqa: BLE001  # the caller gets it
             self._send(number, False, _error_texts(error))
             return None
+        # Without a target, the message only drops kept values or cancels a call.
         if target is not None:
             return number, target, arguments, keeps
         for key in arguments:
@@ -332,16 +328,14 @@ def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[N
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles a call from the pool, and replaces each reference in the call by its value.
-
-    A reference (`workers.Held`) is the number of an earlier call whose answer this worker keeps.
-    """
+    """Unpickles a call, and replaces each reference (`workers.Held`) by a kept answer."""
 
     def __init__(self, file: io.BytesIO, held: dict[int, Any]) -> None:
         super().__init__(file)
         self._held = held
 
     def persistent_load(self, key: int) -> Any:
+        # The key is the number of the earlier call that gave the answer.
         return self._held[key]
 
 
@@ -373,10 +367,7 @@ _OWN = {f"worker:{each.__name__}": each for each in (import_name, call_method)}
 
 
 def _error_texts(error: BaseException) -> tuple[str, str, str, str]:
-    """Return an error's type, text, location and traceback.
-
-    These texts are sent instead of the error, because not every exception can be pickled.
-    """
+    """Return an error's type, text, location and traceback, as not every error can be pickled."""
     text = "its text cannot be read"
     with suppress(Exception, SystemExit):
         text = str(error).encode(errors="replace").decode()

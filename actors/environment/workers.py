@@ -5,13 +5,11 @@
 `Pool.call` runs a function in the main thread of a worker that runs no other call. If the call
 exceeds its limit, the pool kills the worker and every process that the worker has started. If a
 function ends its own process, only that call fails; waiting calls get another worker. Instances
-that keep state between calls live in a worker that several episodes share (`Home`). Workers are
-forked from a process that has imported the functions' modules (`fork_server`). A worker cannot call
-a function whose module exists only in this process and cannot be imported (`is_importable`).
+that keep state between calls live in a worker that several episodes share (`Home`). `fork_server`
+imports the functions' modules and forks the workers, so the modules must be `is_importable`.
 
 Invariant: when this process ends, in whatever way, no worker remains, nor any process that a worker
-has started. Reward functions, tools, a user's environments and the checks before the start use this
-module.
+has started.
 """
 
 from __future__ import annotations
@@ -230,8 +228,7 @@ class Pool:
     ) -> Any:
         """Call a function in a worker, and return its answer.
 
-        End the worker's process if the call exceeds limit_s, if the caller is cancelled, or if the
-        function raises a MemoryError.
+        The worker is killed after a call that exceeds limit_s, is cancelled or raises MemoryError.
         """
         is_done = False
         try:
@@ -421,10 +418,7 @@ class Pool:
     # The fork server.
 
     def _attach(self) -> None:
-        """Make the running event loop read the sockets of the workers and of the fork server.
-
-        If another event loop ran before, its calls have ended with it. Kill their workers.
-        """
+        """Make the running event loop read the sockets of the workers and of the fork server."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
@@ -438,6 +432,7 @@ class Pool:
             loop.add_reader(self._fork_server.control, self._on_report)
         for worker in list(self._workers.values()):
             loop.add_reader(worker.socket, self._on_readable, worker)
+            # This worker's call has ended with the earlier event loop.
             if worker not in self._idle and worker.process:
                 self.kill(worker, "its event loop has ended")
 
@@ -455,10 +450,7 @@ class Pool:
         return server
 
     def _check_start(self, server: ForkServerHandle) -> None:
-        """End the fork server if its imports take longer than LOAD_LIMIT_S.
-
-        The pool calls this function when the time is over.
-        """
+        """End the fork server if its imports are not done; called LOAD_LIMIT_S after its start."""
         if self._fork_server is server and not server.has_forked:
             self._fork_server_ended()
 

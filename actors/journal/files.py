@@ -2,16 +2,14 @@
 
 A trajectory's samples are stored as they were packed for the trainer, with the log-probability and
 the version of every sampled token, and the advantages of the trained tokens. The merge actor writes
-the journal; `rayloom inspect` and `rayloom explain` read it. Training and resuming do not. So a
+the journal. `rayloom inspect` and `rayloom explain` read it; training and resuming do not. So a
 failure to write is reported once and never ends a run, and old files may be removed at any time.
 
 A run begins a new term when it starts, resumes, recovers or returns to a checkpoint. A step that is
-played again in a later term gets another file; `service.store.lineage` decides which file belongs
-to the run.
+played again in a later term gets another file; `service.store.lineage` decides which file counts.
 
 A file has a line with the format's number, then two sections, each with its length and a checksum:
-the index of the step's trajectories, and the step itself, compressed. A file is written under a
-temporary name and renamed.
+the index of the step's trajectories, and the compressed step.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalStep:
-    """A training step as it was played in one term of the run.
+    """The journal's record of a training step, as one term of the run carried it out.
 
     A term is the time from a start or recovery of the run to the next start or recovery.
     """

@@ -1,9 +1,8 @@
 """The merge actor, which fetches a step's payloads, builds the batch and stores the shards.
 
-In each step the loop calls `build` once. If the run has a critic or a reference, it calls `plan`
-before `build`. Payloads are read without a copy (as views of shared memory). The shards are put
-into Ray's object store, and the reply contains only their object references. If payloads are lost,
-`PayloadsLost` names their rollouts, and the loop reports these rollouts to the queue.
+In each step the loop calls `build` once, after `plan` if the run has a critic or a reference.
+Payloads are read without a copy. The shards are put into Ray's object store, and the reply contains
+only their references. `PayloadsLost` names the rollouts whose payloads were lost.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Compute the advantage of each trained token, from the returns of its group or from a critic.
 
-Start with `credit_group`, which chooses the method by the settings `baseline` and `turn_discount`:
+Start with `credit_group`. The setting `baseline` chooses the method; `scale` is independent of it:
 - mean, leave_one_out: each trajectory's return is compared with the returns of its group; with
   `turn_discount`, this is done for each turn. Every trajectory counts once, so advantages do not
   depend on how many samples its turns were merged into.
-- none: the return. If it includes a KL penalty, a token's advantage includes only the penalties of
-  this token and of later tokens.
+- none: the return. A token's advantage includes KL penalties of this and later tokens only.
 - critic: GAE over a trajectory's action tokens in the order of play. Tokens of observations do not
-  count in the decay by lambda, so that a long answer of the environment does not reduce credit. The
-  state of a token is the part of its sample before the token. If the trajectory has several samples
-  (a sub-agent, a compacted history), the state does not include the turns in other samples.
-
-The setting `scale` is independent of `baseline`. Called by `step`.
+  count in the decay by lambda, so that a long observation does not reduce credit. The state of a
+  token is the part of its sample before the token. Turns in other samples of the trajectory (a
+  sub-agent, a compacted history) are not in the state.
 """
 
 from __future__ import annotations
@@ -248,10 +245,7 @@ def _credit_kl_to_go(member: Member, advantage: float) -> Member:
 
 
 def _turn_rewards(member: Member) -> Float64s:
-    """Return the reward of each turn plus the KL rewards of the turn's tokens: [K].
-
-    If the member has no turns, return one number, its `baseline_return`.
-    """
+    """Return the reward of each turn plus the KL rewards of the turn's tokens: [K]."""
     if not member.trajectory.turns:
         # A trajectory without turns counts in the baseline, but has no tokens to train.
         return np.array([member.baseline_return], np.float64)
@@ -264,9 +258,7 @@ def _turn_rewards(member: Member) -> Float64s:
 def _state_keys(member: Member) -> list[Hashable]:
     """Return a key for the state in which each turn began; turns with equal keys are compared.
 
-    The key is the text that the environment gave for the state (str). Without such a text it is
-    the token ids between the previous turn and this turn (bytes); for the first turn of a sample,
-    these are the whole prompt.
+    The key is the environment's text or, without it, the token ids since the previous turn.
     """
     keys: list[Hashable] = [b""] * len(member.trajectory.turns)
     for sample in member.samples:
@@ -370,9 +362,8 @@ def _credit_tokens(member: Member, critic: CriticSettings) -> Member:
 def _token_rewards(member: Member, bounds: Int64s) -> Float64s:
     """Return the rewards of the trained tokens, [N].
 
-    A reward that was recorded for a single token stays at this token. The rest of a turn's reward
-    goes to the turn's last token. The reward of an untrained token moves to the last trained token
-    before it, or to the first trained token if none is before it.
+    A turn's reward goes to its last token, except the parts that were recorded for single tokens.
+    The reward of an untrained token moves to the trained token before it, or else to the first.
     Example: token rewards [1, 2, 3, 4], mask [0, 1, 0, 1] -> [6, 4]
     """
     charged, of_turns = member.kl_rewards, member.rewards.copy()

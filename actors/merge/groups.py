@@ -1,9 +1,8 @@
 """The first stage of a step: decode trajectories, adjust rewards, and decide what is trained.
 
 `classify` makes a `Member` of each trajectory. The environment's rules for outcomes
-(`actors.outcomes`) decide whether the member counts in its group's baseline, and whether it counts
-in the loss. A member that is not in the loss has a reason. The functions are pure; the merge actor
-calls them.
+(`actors.outcomes`) decide whether the member counts in its group's baseline and in the loss. A
+member that is not in the loss has a reason. The functions are pure.
 
 Rewards are adjusted in this order. Steps 1 and 2 change the last turn's reward.
 1. `shaped_rewards` clips the return, and subtracts the penalties for an overlong trajectory and for

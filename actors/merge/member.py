@@ -1,10 +1,10 @@
 """The record of a trajectory while its step is built, and the numbering of its trained tokens.
 
-Every stage of a step, from the queue to the journal, uses `Member`. A stage takes members and
-returns new ones with more fields set. `groups` sets the rewards, the returns and the KL rewards.
-`scoring` sets the scores. `advantages` sets the advantages and the critic's values. `step` sets
-`no_signal`. Both `groups` and `step` may set `reason`, which keeps a trajectory out of the loss.
-The N trained tokens of a trajectory are numbered in the order of play, across its samples. Pure.
+Every stage of a step takes members and returns new ones with more fields set. `groups` sets the
+rewards, the returns and the KL rewards. `scoring` sets the scores. `advantages` sets the advantages
+and the critic's values. `step` sets `no_signal`. Both `groups` and `step` may set `reason`, which
+keeps a trajectory out of the loss. The N trained tokens of a trajectory are numbered in the order
+of play, across its samples.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Pack samples into rows, so that all ranks have equally many rows and about the same cost.
 
-Each row becomes one micro-batch. Invariants: every trained token is in exactly one row; all samples
-of a trajectory are in one row, because some losses need whole trajectories; a row has at most
+Each row becomes one micro-batch. Invariants: every trained token is in exactly one row. All samples
+of a trajectory are in one row, because some losses need whole trajectories. A row has at most
 `budget` tokens, unless a single trajectory is longer. A prefix that samples share counts once.
 
-Trajectories with a common prefix are packed together only as long as the ranks' costs stay equal,
-because a step waits for the slowest rank. A rank with fewer rows gets padding rows, which train
-nothing, so that all ranks enter the same collectives. A simpler rule (`deal_rows`) distributes rows
-that only a reference or a critic computes. Called by `step` and `scoring`.
+Trajectories with a common prefix share a row only if the ranks' costs stay equal, because a step
+waits for the slowest rank. A rank with fewer rows gets padding rows, which train nothing, so that
+all ranks enter the same collectives. `deal_rows` is a simpler rule, for rows without a policy loss.
 """
 
 from __future__ import annotations
@@ -209,14 +208,12 @@ def pack_row(weighted: Sequence[WeightedSample], *, share_prefixes: bool = True)
 def _number_trajectories(
     samples: Sequence[Sample], sample_of_trained: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Number the trajectories of a row from 0, and return the number for each trained token: [M].
-
-    A trajectory without trained tokens gets no number.
-    """
+    """Return the number of each trained token's trajectory, counted from 0 within the row: [M]."""
     first_seen: dict[str, int] = {}
     of_sample = np.array(
         [first_seen.setdefault(sample.trajectory_id, len(first_seen)) for sample in samples]
     )
+    # Trajectories without trained tokens get no number.
     _, numbers = np.unique(of_sample[sample_of_trained], return_inverse=True)
     return numbers.astype(np.int32)
 
@@ -333,10 +330,7 @@ def _assign_bundles(
 def _try_assign(
     bundles: SortedItems, *, num_ranks: int, rows_each: int, budget: int
 ) -> _Assignment | None:
-    """Assign bundles, costliest first, each to the row whose rank then has the lowest cost.
-
-    Return None if a bundle fits in no row.
-    """
+    """Assign each bundle to the row whose rank then costs least; None if one fits in no row."""
     num_rows = num_ranks * rows_each
     members: list[list[int]] = [[] for _ in range(num_rows)]
     tokens, rank_of = np.zeros(num_rows, np.int64), np.arange(num_rows) // rows_each
@@ -362,10 +356,7 @@ def _try_assign(
 
 
 def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> None:
-    """Move trajectories, in place, from the costliest rank to cheaper ranks until all are balanced.
-
-    Stop earlier after _MAX_MOVES moves, or if no move lowers the highest cost.
-    """
+    """Move trajectories, in place, from the costliest rank to cheaper ranks to balance costs."""
     for _ in range(_MAX_MOVES):
         if assignment.is_balanced:
             return
@@ -378,10 +369,7 @@ def _even_out(items: SortedItems, assignment: _Assignment, *, budget: int) -> No
 def _improve(
     items: SortedItems, assignment: _Assignment, high: int, low: int, *, budget: int
 ) -> bool:
-    """Move a trajectory from rank `high` to rank `low` if that lowers the higher of their costs.
-
-    Returns: whether a trajectory was moved.
-    """
+    """Move a trajectory to rank `low` if that lowers the higher cost; return whether one moved."""
     costs = assignment.costs
     half = (costs[high] - costs[low]) / 2
     leaving = [

@@ -1,11 +1,9 @@
 """Lay out a row's samples as a forest of prefixes, with the row's expert records and its cost.
 
-Letters: [B] samples, [L_b] tokens of sample b, [T] tokens of the forest, [S] segments, [N]
-trajectories. A segment is a run of tokens without a branch; a sample is a path from a root.
-Invariants: each token of the forest represents a different prefix, so T is the number of distinct
-prefixes; children of one segment (and the roots) begin with different tokens; segments are in
-preorder, so that a segment's descendants follow it without a gap. Building a forest sorts the
-samples once and then reads each token once. Called by `packing`.
+A segment is a run of tokens without a branch; a sample is a path from a root. Invariants: each
+token of the forest represents a different prefix. The children of one segment, and the roots, begin
+with different tokens. Segments are in preorder, so a segment's descendants follow it without a gap.
+Letters: [B] samples, [L_b] tokens of sample b, [T] of the forest, [S] segments, [N] trajectories.
 """
 
 from __future__ import annotations
@@ -155,8 +153,8 @@ def row_experts(
 def _num_different(indices: ExpertIndices, counting: Int64s) -> int:
     """Count the records that were replaced by a record with other experts.
 
-    counting: [R], the index of the record that replaces each record. A record that was kept has
-    its own index here. Example: [0, 1, 0] means that record 0 replaced record 2.
+    counting: [R], the index of the record that replaces each record; its own index if it was kept.
+    Example: [0, 1, 0] means that record 0 replaced record 2.
     """
     others = np.flatnonzero(counting != np.arange(counting.shape[0]))
     left, right = np.sort(indices[others], -1), np.sort(indices[counting[others]], -1)

@@ -256,12 +256,11 @@ def group_returns(groups: Sequence[Sequence[Member]]) -> tuple[GroupReturns, ...
     found = []
     for group in groups:
         scored = _graded([member.trajectory for member in group])
+        values = [t.episode_return / (t.best_return or 1.0) for t in scored]
         first = group[0].trajectory
         found.append(
             GroupReturns(
-                task_id=first.task_id,
-                environment=first.environment,
-                returns=tuple(_values(scored)),
+                task_id=first.task_id, environment=first.environment, returns=tuple(values)
             )
         )
     return tuple(found)
@@ -271,14 +270,8 @@ def _graded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     return [t for t in trajectories if t.is_graded and abs(t.episode_return) <= MAX_REWARD]
 
 
-def _values(graded: Sequence[Trajectory]) -> list[float]:
-    """Return the returns, divided by the best possible return where it is known and not 0."""
-    return [t.episode_return / (t.best_return or 1.0) for t in graded]
-
-
 def _scaled(graded: Sequence[Trajectory]) -> list[float]:
-    """Return the values of all trajectories; nothing if no best possible return is known."""
-    return _values(graded) if any(t.best_return for t in graded) else []
+    return [t.episode_return / t.best_return for t in graded if t.best_return]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,10 +1,9 @@
 """Pack the rows that a reference or a critic scores, and read the scores.
 
-Used only if the settings need a reference's log-probabilities or a critic's values. Rows are packed
-separately from the training rows, because the trained samples are not known yet. Every sample whose
-trajectory is in its group's baseline is in exactly one row, and each rank gets the same number of
-rows. The layout depends only on the groups and the settings, so `read_scores` computes it again.
-Pure; called by the merge actor.
+These rows are separate from the training rows, because the trained samples are not known yet. Every
+sample whose trajectory is in its group's baseline is in exactly one row. Each rank gets the same
+number of rows. The layout depends only on the groups and the settings, so `read_scores` computes it
+again. Pure.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Turn a step's classified groups into the shards that the ranks train on.
 
 `build_step` subtracts the KL penalty from the rewards, computes advantages (`advantages`) and loss
-weights, packs the rows (`packing`) and makes the report. Before it, `groups` has shaped the rewards
-and `scoring` has added the scores of a reference or a critic. `imitation_shards` packs the chats of
-supervised training (`rayloom sft`). Pure; called by the merge actor.
+weights, packs the rows (`packing`) and makes the report. `imitation_shards` packs the chats of
+supervised training (`rayloom sft`).
+
 Invariant: every trajectory gets one outcome, which is `trained` if and only if its tokens are in
 the batch.
 
 A group without a signal (equal returns, one member, or a negative return with scale mean) has
 advantage 0. Such a group is trained only if the loss has an entropy bonus or a KL term. Otherwise
-it is left out of the rows, but still counts in the means from which the loss weights come. If it
-did not, the few groups whose returns differ would be weighted as if they were the whole step.
+its rows are left out, but it still counts in the means from which the loss weights come. If it did
+not, a few groups with a signal would be weighted as if they were the whole step.
 
-The trainer's loss is the sum of weight times loss over all tokens, and is divided by nothing. So it
-does not depend on how turns are merged into samples, rows packed, and tokens distributed to
-micro-batches and ranks. All tokens of a trajectory have the same weight.
+The trainer's loss is the sum of weight times loss over all tokens, divided by nothing. So the loss
+does not depend on the division of tokens into samples, rows, micro-batches and ranks. All tokens of
+a trajectory have the same weight.
 """
 
 from __future__ import annotations
@@ -131,11 +131,7 @@ def _check_members(
 
 
 def _credit(group: GroupMembers, settings: StepSettings) -> GroupMembers:
-    """Compute the advantages of a group's members.
-
-    Exclude the whole group if too few members are in the baseline. Exclude it too if it has no
-    signal, unless the settings train such groups.
-    """
+    """Return the members with advantages; exclude a group that is too small or has no signal."""
     counted = [member for member in group if member.baseline_return is not None]
     if len(counted) < settings.algorithm.min_group_size:
         return tuple(_exclude(member, EvictionReason.GROUP_TOO_SMALL) for member in group)

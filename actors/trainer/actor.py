@@ -1,9 +1,8 @@
 """One trainer rank as a Ray actor: holds a `TrainerRank` and makes the calls that need Ray.
 
 Methods run one at a time, in the order of their calls, so that all ranks enter the same collectives
-in the same order. Only the methods in the two groups of `CONCURRENCY` run concurrently with the
-other methods. `group.TrainerGroup` starts, watches and kills the actors. Ray never restarts these
-actors, because a rank that lost its process group cannot join the other ranks again.
+in the same order. Only the methods in `CONCURRENCY` run concurrently with others. Ray never
+restarts these actors, because a rank that lost its process group cannot join the other ranks again.
 """
 
 from __future__ import annotations
@@ -196,9 +195,8 @@ class TrainerRankActor:
 def _group_former(board: ActorHandle) -> Callable[[Publication, str, float], Seat | None]:
     """Return a function for `Sender` that forms a group of engines for a broadcast of weights.
 
-    The function calls `WeightBoard.form_group` and blocks; the sender has its own thread for it.
-    If the board does not answer in time, the function returns None. If the board died, the function
-    raises StaleTerm.
+    The function blocks. It returns None if the board does not answer in time, and raises StaleTerm
+    if the board died.
     """
 
     def form_group(offer: Publication, store: str, timeout_s: float) -> Seat | None:

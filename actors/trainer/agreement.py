@@ -1,15 +1,14 @@
 """Agree among the ranks to refuse a step's shards, or to abandon the step before its first update.
 
-A shard is one rank's part of a step's batch. It is refused if it was made for another version than
-the trainer holds (after a recovery), has tokens that are too old, or does not fit the other ranks'
-shards. If one rank refuses its shard, all ranks refuse theirs: otherwise the others would wait for
-this rank in a later collective. The packing of rows is not checked here.
+A shard is one rank's part of a step's batch. A rank refuses a shard that was made for another
+version than the trainer holds, has tokens that are too old, or does not fit the other shards. If
+one rank refuses, all ranks refuse: otherwise they would wait for this rank in a later collective.
+The packing of rows is not checked here.
 
-A step is abandoned so that a run can end within its grace period. The request to abandon the step
-reaches the ranks at different times. Between two micro-batches the ranks therefore agree whether
-any rank has received the request. Until the step's first update the ranks hold the previous step's
-weights, and can still write the previous step's checkpoint.
-Called by `TrainerRank`; torch is imported late, because the supervisor imports the errors.
+A step is abandoned so that a run can end within its grace period. The request reaches the ranks at
+different times. So between two micro-batches the ranks agree whether any rank has received it.
+Until the step's first update the ranks can still write the previous step's checkpoint. torch is
+imported late, because the supervisor imports the errors.
 """
 
 from __future__ import annotations

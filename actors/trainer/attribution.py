@@ -1,12 +1,10 @@
 """Measure the share of each trajectory in an update's gradient.
 
 The update's gradient G is the sum of its trajectories' gradients g_i, because the loss is a sum
-over tokens. The first pass runs a backward for each trajectory, gives every norm |g_i| and adds up
-G. The second pass computes every g_i again, and gives its dot product with G. So only two gradients
-are kept in addition to the model: the sum over all trajectories and the sum over the current group.
-Keeping every g_i was rejected, because each is as large as the model. Random projections of g_i
-would save one pass, but give every dot product an error of about |g_i||G| / sqrt(dimensions).
-Called by `TrainerRank`. Letters: [N] rows of an update.
+over tokens. The first pass gives every norm |g_i| and adds up G. The second pass computes every g_i
+again, and gives its dot product with G. So only two gradients are kept: G and the sum over the
+current group. To keep every g_i would take too much memory. Random projections would save one pass,
+but give every dot product an error of about |g_i||G| / sqrt(dimensions). Letters: [N] rows.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Directories and manifests of checkpoints, and a claim that lets only the newest term write them.
 
 A checkpoint is a directory such as `step-000012-t2`, written at step 12 by term 2; each start or
-recovery of a run begins a new term. `sharded_model` writes and reads its shards of weights and
+recovery of a run begins a new term. `sharded_model` writes and reads the shards of weights and
 optimiser. `manifest.json` is written last, with a digest of every other file and of itself.
 
 Invariants:
 - Only a directory with a manifest is a checkpoint, and every checkpoint is complete.
 - Weights are read only after `check_files` has compared the bytes with their digests.
 - After a term has claimed the parent directory, older terms write and delete nothing in it.
-
-This module does not import torch, so that the command line and the supervisor can use this module
-without torch.
+- This module does not import torch, because the command line and the supervisor use it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One rank's critic: a value model with its own optimiser, sharded beside the policy.
 
-Every method is collective: all ranks call it with their own rows, in the same order. Each token has
-a weight, which is its share of the whole update's loss. So the losses of micro-batches and ranks
-only need to be added, as in the policy's loss. Called by `TrainerRank`. Letters: [T] tokens, [M]
-action tokens of one row.
+Every method is collective: all ranks call it with their own rows, in the same order. A token's
+weight is its share of the whole update's loss, so the losses of micro-batches and ranks only need
+to be added. Letters: [T] tokens, [M] action tokens of one row.
 """
 
 from __future__ import annotations

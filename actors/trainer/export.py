@@ -2,9 +2,9 @@
 
 The checkpoint determines the weights, and whether the head is tied to the embedding. Configuration,
 tokenizer, processor, chat templates and generation defaults are copied unchanged from the base
-model, so that answers end at the same tokens as in the run. If the run has its own chat template,
-it replaces the base model's templates. Invariant: the directory appears complete or not at
-all, and nothing is ever overwritten. Called by the command line.
+model, so that answers end at the same tokens as in the run. A chat template of the run replaces the
+base model's templates. Invariant: the directory appears complete or not at all, and nothing is ever
+overwritten.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Every call goes to all ranks and has a deadline. For calls whose time depends on the model's size,
 the deadline limits the time in which no rank makes progress (`IDLE_S`).
 
-Invariant: after `TrainerRankLost` no rank of the group is alive. No unfinished call can take effect
-later. `service/run/restartable_trainer.py` makes a new group, which loads the newest checkpoint.
-After `TrainerStartFailed` no rank is alive either, but a new group would fail in the same way.
-Errors that all ranks raise, such as a refused shard or a broken checkpoint, leave the ranks alive.
+Invariant: after `TrainerRankLost` or `TrainerStartFailed`, no rank is alive, so that no unfinished
+call can take effect later. After `TrainerRankLost`, `service/run/restartable_trainer.py` makes a
+new group; after `TrainerStartFailed`, a new group would fail in the same way. Errors that all ranks
+raise, such as a refused shard, leave the ranks alive.
 """
 
 from __future__ import annotations
@@ -484,10 +484,9 @@ async def _answer(call: Awaitable[_Result], timeout_s: float) -> _Result:
 
 
 def _blame(method: str, answers: Sequence[asyncio.Future[Any]], limit: str) -> TrainerRankLost:
-    """Choose the rank to blame for a failed call, and return the error about this rank.
+    """Choose the rank to blame for a failed call: dead, else failed, else late; return its error.
 
-    A rank that died is blamed first, then a rank that raised, then a rank that is late.
-    limit: what a late rank failed to give, such as "progress for 60 s", for the error's text.
+    limit: what a late rank failed to give, such as "progress for 60 s".
     """
     failed = [
         (rank, error)

@@ -1,9 +1,8 @@
 """AdamW that keeps its moments in the memory of the machine between two updates.
 
-An update processes one parameter after the other: the parameter's moments are copied to its device,
-AdamW is computed there, and the moments are copied back. So the device holds the moments of one
-parameter at a time. The result is bitwise equal to the result of `torch.optim.AdamW`. On the CPU
-nothing is copied. Created by `sharded_model.build_optimizer`.
+An update copies the moments of one parameter to its device, computes AdamW there, and copies the
+moments back. So the device holds the moments of one parameter at a time. The result is bitwise
+equal to the result of `torch.optim.AdamW`. On the CPU nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Log-probabilities and entropies of chosen tokens, in float32, with bounded memory.
 
-The output head is applied to a few tokens at a time, in the forward and the backward pass. Only the
-normalisers of a chunk's logits are kept, and the backward pass computes the logits again. So at
-most two chunks [C, V] are in memory at a time, for any number of trained tokens. Each step over a
-chunk works in place while the chunk is in the processor's cache. Called by `PolicyModel.forward`.
-Letters: [M] trained tokens, [C] tokens of a chunk, [V] vocabulary, [D] hidden.
+The output head is applied to a chunk of tokens at a time. Only the normalisers of a chunk's logits
+are kept, and the backward pass computes the logits again. So at most two chunks [C, V] are in
+memory, for any number of trained tokens. Each step over a chunk works in place while the chunk is
+in the processor's cache. Letters: [M] trained tokens, [C] tokens of a chunk, [V] vocabulary, [D]
+hidden.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def _slopes(
 ) -> Tensor:
     """Return the gradient for the logits, in the memory of log_softmax [C, V].
 
-    Args: targets: [C]. of_logprobs, of_entropies: the gradients of the loss for the chunk's
-    log-probabilities and entropies, [C, 1] each; of_entropies may be None. entropies: [C, 1].
+    of_logprobs, of_entropies: the gradients of the loss for the chunk's log-probabilities and
+    entropies, [C, 1]. targets: [C]. entropies: [C, 1].
     """
     if of_entropies is None:
         slopes = log_softmax.exp_().mul_(-of_logprobs)

@@ -8,8 +8,8 @@ A starts random and B at 0, so the first policy is the base model.
     with adapters_off(causal_lm):                                 # the base model: the reference
         causal_lm(...)
 
-Invariants: only adapters are trainable after `attach_adapters`. A model is refused if its forward
-pass skips any layer with an adapter, except an expert. Called by `TrainerRank` and by the export.
+After `attach_adapters`, only adapters are trainable. A model is refused if its forward pass skips
+any layer with an adapter, except an expert.
 """
 
 from __future__ import annotations
@@ -141,10 +141,7 @@ def _chosen(body: nn.Module, targets: tuple[str, ...] | None) -> dict[str, nn.Li
 
 
 def _check_called(body: nn.Module) -> None:
-    """Raise NotImplementedError if the model's forward pass skips an adapted layer.
-
-    Such a model reads the layer's weight directly, so the layer's adapter would have no effect.
-    """
+    """Raise NotImplementedError if the model's forward pass skips an adapted layer."""
     called: set[str] = set()
     layers = dict(adapted_layers(body))
     hooks = [

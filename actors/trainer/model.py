@@ -1,11 +1,10 @@
 """The trained models as modules that score the tokens of a packed row.
 
 `PolicyModel` returns log-probabilities, `ValueModel` the values of a critic. Both modules are roots
-of FSDP2, so that each applies its head inside its own forward, where the weights are gathered.
-Invariant: the Hugging Face model inside keeps its parameters' names and its tied weights;
-checkpoints, exports and publishing use `PolicyModel.causal_lm`, never the wrapper. A model is
-checked when it is loaded, and refused if a packed row gives other results than its samples in
-separate rows.
+of FSDP2: each applies its head inside its own forward, where the weights are gathered. The Hugging
+Face model inside keeps its parameters' names and its tied weights. Checkpoints, exports and
+publishing use `PolicyModel.causal_lm`, never the wrapper. A model is refused when it is loaded if a
+packed row gives other results than its samples in separate rows.
 """
 
 from __future__ import annotations
@@ -233,10 +232,7 @@ def load_value_model(
 
 
 def _load(kind: Any, name: str, max_context_tokens: int | None) -> PreTrainedModel:
-    """Load a model and check that it can be trained on packed rows.
-
-    kind: the transformers class that loads the model.
-    """
+    """Load a model by the transformers class `kind`; check that it trains on packed rows."""
     config = AutoConfig.from_pretrained(name)
     check_architecture(config, max_context_tokens=max_context_tokens)
     attention = register_packed_attention()

@@ -1,10 +1,9 @@
 """Check that packing several samples into one row does not change a model's results.
 
-`check_architecture` checks the architecture in seconds, before anything starts. It makes a narrow
-copy of the model: the same configuration, but with few narrow layers, short windows and random
-weights. It runs packed rows that are longer than the copy's windows, and compares the results with
-transformers' own attention on separate rows. `check_packing` and `check_output_head` check the
-loaded model. Invariant: a refusal is a NotImplementedError that says why.
+`check_architecture` takes seconds, and runs before anything starts. It makes a copy of the model
+with few narrow layers, short windows and random weights. The copy's results for packed rows longer
+than its windows must equal those of transformers' own attention on separate rows. `check_packing`
+and `check_output_head` check the loaded model. A refusal is a NotImplementedError that says why.
 """
 
 from __future__ import annotations
@@ -197,10 +196,7 @@ def _narrow(config: PreTrainedConfig, *, max_context_tokens: int) -> tuple[PreTr
 
 
 def _narrow_heads(config: PreTrainedConfig) -> dict[str, int]:
-    """Return settings for few attention heads.
-
-    The size of a head, and the ratio of query heads to key-value heads, stay the same.
-    """
+    """Return settings for few attention heads of unchanged size and query to key-value ratio."""
     heads, kv_heads = (
         getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")
     )
@@ -238,15 +234,13 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
 def _early_switch(narrow: PreTrainedConfig, *, max_context_tokens: int) -> int:
     """Shorten a model copy's longrope limit, so that the check's short rows use the long factors.
 
-    The model itself uses the long factors only in rows longer than the limit. Nothing changes if
-    the model has another RoPE, or if the run's context is not longer than the model's limit.
-
     Returns: the longest context of the copy.
     """
     parameters = getattr(narrow, "rope_parameters", None) or {}
     original = parameters.get("original_max_position_embeddings")
     if parameters.get("rope_type") != "longrope" or not isinstance(original, int):
         return max_context_tokens
+    # The model uses the long factors only in rows longer than this limit.
     if max_context_tokens <= original:
         return max_context_tokens
     # Keep the quotient of the two lengths. It determines the scale of cosines and sines, which

@@ -1,11 +1,10 @@
 """Gather full weights from the shards, and pack each layer's tensors for the engines.
 
-Invariant: the engine receives each tensor of the model's checkpoint once, under the name that it
-has in the files (a tied head is sent only as the embedding). This also holds if transformers stores
-a layer's experts as one tensor, or renames a module. Adapters are merged into the weights, or only
-the adapters are sent, under PEFT's names.
-Gathering is collective: every rank iterates to the end, even if it keeps nothing. Called by
-`TrainerRank`.
+Invariant: the engine receives each tensor of the model's checkpoint once, under its name in the
+files. A tied head is sent only as the embedding. The invariant also holds if transformers renames a
+module, or stores a layer's experts as one tensor. Adapters are merged into the weights, or only the
+adapters are sent, under PEFT's names. Gathering is collective: every rank iterates to the end, even
+if it keeps nothing.
 """
 
 from __future__ import annotations

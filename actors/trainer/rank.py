@@ -3,7 +3,7 @@
 Every public method except `close` and `abandon` is collective: all ranks call it in the same order
 and with the same arguments, except that each has its own shard. Invariant: all ranks take every
 decision (refuse, skip, clip) from the same gathered numbers, so that no rank waits in a collective
-that another one skips. Called by `actor.py`.
+that another one skips.
 """
 
 from __future__ import annotations
@@ -394,8 +394,7 @@ class TrainerRank:
     def _score(self, minibatches: Sequence[Minibatch]) -> list[list[ScoredRow]]:
         """Return each row with its log-probabilities under the old policy and the reference.
 
-        The old policy is the policy at the step's start. If the loss does not need one of the two,
-        None takes the place of its log-probabilities.
+        What the loss does not need is None. The old policy is the policy at the step's start.
         """
         nothing = [[None] * len(each) for each in minibatches]
         old: Sequence[Sequence[Tensor | None]] = nothing

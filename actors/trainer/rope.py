@@ -1,11 +1,9 @@
 """Give a model one table of rotary positions for all rows: the table that the engine uses.
 
 In transformers, the table of some kinds of RoPE depends on the longest position of each forward
-pass. The scores of a sample would then depend on the other samples in the pass. The scores would
-also differ from the engine's scores, because the engine keeps one table for all requests.
-
-When a model is loaded, `fix_rope` replaces the table. The longest context of the run determines the
-new table.
+pass. A sample's scores would then depend on the other samples in the pass, and differ from the
+engine's scores: the engine keeps one table. When a model is loaded, `fix_rope` replaces the table
+by one for the run's longest context.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Replay recorded routing, so that a mixture-of-experts model uses the experts of the engine.
 
 Rounding can make the trainer's router choose other experts than the engine's router, which gives
-the token another probability. Only the choice is replayed; the trainer's router still computes the
-weights of the chosen experts, so that the gradient reaches the router. The keyword argument
-`replayed_experts` of a forward pass contains the recorded choices; without recorded choices, the
-model uses its own routing. Each decoder layer passes the recorded choices to its router when the
-layer begins, also when gradient checkpointing computes the layer again. So no state is shared
-between models or passes. `PolicyModel` uses this module.
+the token another probability. Only the choice is replayed. The trainer's router still computes the
+weights of the chosen experts, so that the gradient reaches the router. A forward pass takes the
+recorded choices as its keyword argument `replayed_experts`. Without them, the model uses its own
+routing. No state is shared between models or passes.
 """
 
 from __future__ import annotations
@@ -78,10 +76,7 @@ def attach_routing_replay(causal_lm: PreTrainedModel) -> MixtureShape | None:
 
 
 class _LayerReplay:
-    """The hooks of one routed layer, with the records of the current forward pass.
-
-    number: the layer's index among the routed layers.
-    """
+    """The hooks of the `number`-th routed layer, with the records of the current forward pass."""
 
     def __init__(self, number: int, *, normalises: bool) -> None:
         self._number, self._normalises = number, normalises

@@ -1,13 +1,9 @@
 """A model sharded over the ranks by FSDP2: its weights, its optimiser and its checkpoint.
 
-`ShardedModel` is only for scoring. `TrainedModel` also has AdamW: gradients are clipped by their
-global norm, and an update that is not finite is never applied. Policy, critic and reference use
-these classes, whose methods are collective.
-
-Invariants:
-- All ranks decide from the same gathered numbers whether to apply an update.
-- The optimiser's state exists from the start. So a run resumes exactly even from a checkpoint that
-  was written before the first update.
+`ShardedModel` is only for scoring; `TrainedModel` also has AdamW. Their methods are collective.
+Gradients are clipped by their global norm, and an update that is not finite is never applied. All
+ranks decide from the same gathered numbers whether to apply an update. The optimiser's state exists
+from the start, so a run resumes exactly even from a checkpoint before the first update.
 """
 
 from __future__ import annotations
@@ -428,9 +424,8 @@ def load_checkpoint(
 
 
 class _DigestingWriter(FileSystemWriter):
-    """A writer of one rank's files that also computes the SHA-256 of each file.
+    """A writer of one rank's files that also computes each file's SHA-256 while it is written.
 
-    The digests are computed while the bytes are written; the files are not read back.
     digests: maps each file's name to its digest. seconds: time spent on the digests.
     """
 

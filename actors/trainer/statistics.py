@@ -1,9 +1,8 @@
 """The statistics of a step, combined from partial results of micro-batches, ranks and updates.
 
-Every statistic of the loss is made of partial results that can be combined in any order: sums are
-added, maxima compared. So all tokens count equally, in whichever micro-batch, rank or update they
-are. Every rank gets the same numbers, because each combines the same gathered rows in the same
-order. Called by `TrainerRank`, which returns `StepStats`.
+Partial results can be combined in any order: sums are added, maxima compared. So all tokens count
+equally, in whichever micro-batch, rank or update they are. Every rank gets the same numbers,
+because each combines the same gathered rows in the same order.
 """
 
 from __future__ import annotations

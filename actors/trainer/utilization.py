@@ -5,7 +5,7 @@
 N: number of parameters that a token is multiplied with; T: tokens of packed rows, counted in each
 epoch. A computation that gradient checkpointing repeats counts once. Source: PaLM (Chowdhery et al.
 2022, appendix B), without its term for attention scores, so that the true share is somewhat higher.
-Called by `TrainerRank`; there is no MFU if the device's peak is not known.
+There is no MFU if the device's peak is not known.
 """
 
 from __future__ import annotations

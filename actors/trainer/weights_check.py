@@ -1,10 +1,9 @@
 """Check that a model's weight files hold each parameter of its configuration, in the right shape.
 
-transformers fills a parameter that the files lack with random numbers, and ignores tensors for
-which the configuration has no parameter: a model with too few layers in config.json would train
-without any error. `check_weights` reads only the headers of the files, before anything starts;
-`check_loaded` and `check_finite` check the loaded model. Called by `model` and by the command line.
-Invariant: a refusal is a NotImplementedError that says why.
+transformers fills missing parameters with random numbers, and ignores unexpected tensors. So a
+model with too few layers in config.json would train without any error. `check_weights` reads only
+the files' headers, before anything starts; `check_loaded` and `check_finite` check the loaded
+model. Invariant: a refusal is a NotImplementedError that says why.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def _loaded_empty(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Let transformers match stored tensors with a configuration, by their names and shapes.
 
-    Returns: a model on the device meta, which has no numbers; and transformers' report.
+    Returns: a model without numbers, on the device meta; and transformers' report.
     """
     kind = AutoModelForCausalLM if has_head else AutoModel
     with _quietly():
@@ -187,11 +186,6 @@ def _files(directory: Path) -> list[Path]:
 def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
     """Return the unexpected tensors that reveal a wrong config.json, for example too few layers.
 
-    These tensors belong to a kind of layer or module that the model has. All other unexpected
-    tensors do no harm. They belong to modules that a causal model does not have, such as the layers
-    that predict several tokens at once (MTP), or they are buffers of earlier versions of
-    transformers.
-
     unexpected: names of the tensors for which the configuration has no parameter.
     """
     parameters = {name for name, _ in model.named_parameters()}
@@ -200,6 +194,9 @@ def _unused(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
     num_layers = getattr(config, "num_hidden_layers", None)
     extra = max(getattr(config, name, None) or 0 for name in _MTP_LAYERS)
     beyond = {str((num_layers or 0) + layer) for layer in range(extra)}
+    # A tensor reveals a wrong config.json if the model has the tensor's kind of layer or module.
+    # Harmless are modules that a causal model lacks, such as the layers that predict several
+    # tokens at once (MTP), and buffers of earlier versions of transformers.
     return [
         name
         for name in unexpected

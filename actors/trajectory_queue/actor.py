@@ -1,13 +1,12 @@
 """The trajectory queue as a Ray actor: `QueueState` with waiting calls and stored payloads.
 
-Ray frees the objects of a dead process, but a finished trajectory must outlive the environment
-actor that played it. So `put` receives a block of trajectories by value, and stores it as the
-queue's own object; readers get references. Every wait has a deadline; an empty answer means that
-nothing was available before the deadline.
+A finished trajectory must outlive the environment actor that played it, but Ray frees the objects
+of a dead process. So `put` stores a block of trajectories as the queue's own object, and readers
+get references. Every wait has a deadline, after which the answer is empty.
 
 Every answer to the training loop contains a cut (`QueueCut`): the queue's state, and its events
-since the last answer. If a queue dies, Ray restarts it without its state, under the same handle.
-The supervisor then opens it with the state of the newest cut, and other calls wait until then.
+since the last answer. Ray restarts a dead queue without its state. The supervisor then opens the
+queue with the state of the newest cut, and other calls wait until then.
 """
 
 from __future__ import annotations
@@ -293,8 +292,7 @@ class TrajectoryQueue:
     def _cut(self) -> QueueCut:
         """Return the queue's state, and its events since the last call of this method.
 
-        Call this directly after a change, without an await between them. Otherwise another call
-        could return the events of the change to another caller.
+        Call this directly after a change: during an await, another call could take the events.
         """
         self._notify()
         assert self._opening is not None

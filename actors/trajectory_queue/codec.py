@@ -1,11 +1,8 @@
 """The storage format of trajectories in Ray's object store and in the journal.
 
 A trajectory is stored as one MessagePack message. A sample that branched off an earlier sample is
-stored without the tokens that both samples share, so shared tokens are stored only once. Invariant:
-decode(encode(trajectories), row) equals trajectories[row].
-
-Environment actors encode trajectories, and the merge actor decodes them. The journal and
-`service.intake.uploads` store trajectories in this format too.
+stored without the tokens that both samples share.
+Invariant: decode(encode(trajectories), row) equals trajectories[row].
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Take assignments from the queue, play them, and send the finished trajectories to the queue.
 
 Invariant: every assignment becomes exactly one trajectory that is sent to the queue. Exceptions:
-- The queue cannot be reached: `run` raises, and the supervisor gives this actor's rollouts to
-  another actor.
-- The queue dies: the exchange drops its rollouts, and the next queue hands them out again.
-- `stop` cancels rollouts that are stored (`is_durable`): another actor delivers them later.
+- If the queue cannot be reached, `run` raises. The supervisor gives the rollouts to another actor.
+- If the queue dies, the exchange drops its rollouts, and the next queue hands them out again.
+- `stop` cancels rollouts that are stored (`is_durable`). Another actor delivers them later.
 
 An actor holds at most `num_slots` rollouts. A rollout counts until its trajectory has been sent, so
-a full queue slows down the actor. Called by environment actors and the gateway.
+a full queue slows down the actor.
 """
 
 from __future__ import annotations
@@ -174,15 +173,13 @@ class RolloutExchange:
         return assignments
 
     async def _begin_anew(self) -> None:
-        """Drop this actor's rollouts after the queue's death; the new queue hands them out again.
-
-        Raises: QueueUnreachable.
-        """
+        """Drop this actor's rollouts after the queue's death. Raises: QueueUnreachable."""
         self._num_deaths_seen += 1
         for task in self._plays:
             task.cancel()
         self._finished.clear()
 
+        # The new queue hands the rollouts out again.
         async def give_back() -> None:
             call = self._queue.give_back.remote(self._actor_id)
             await within(QUEUE_DEADLINE_S, call)

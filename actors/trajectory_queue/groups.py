@@ -2,9 +2,7 @@
 
 Each new attempt of a rollout has a higher number than all earlier attempts, even after a restart.
 So a late result is never mistaken for the result of a newer attempt. Only failed attempts use the
-retry budget; attempts that are repeated after a restart do not.
-
-This module does no I/O. `QueueState` calls it and records the changes in the ledger.
+retry budget; attempts that are repeated after a restart do not. This module does no I/O.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """The conservation ledger: every admitted rollout is counted until it is either trained or evicted.
 
-Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in
-flight from its admission until it is trained or evicted; retries do not count as rollouts. Each
-change is a numbered event; the caller drains and stores the events. After a crash, events that were
-not stored are drained again with the same numbers. Only the ids of rollouts in flight are kept, so
-that the ledger does not grow with the run.
-
-The ledger also counts the sampled tokens of attempts that no training step used. The record of the
-next step includes these counts. The trajectory queue's state owns the ledger. The merge actor uses
-the ledger's eviction reasons for the rollouts that it excludes from a step.
+Invariant, at any time: admitted = trained + evicted (by reason) + in flight. A rollout is in flight
+from its admission until it is trained or evicted; retries do not count as rollouts. Each change is
+a numbered event; the caller drains and stores the events. After a crash, events that were not
+stored are drained again with the same numbers. Only the ids of rollouts in flight are kept, so that
+the ledger does not grow with the run. The ledger also counts the sampled tokens that no training
+step used, for the record of the next step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments and results of the queue's methods: frozen values without Ray and without tokens."""
+"""Arguments and results of the queue's methods, as frozen dataclasses without token arrays."""
 
 from __future__ import annotations
 

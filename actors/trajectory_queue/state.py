@@ -1,6 +1,5 @@
 """The queue's state and rules, as a state machine without I/O. Called only by the queue actor.
 
-The state has the groups, the admission window, and the ledger, which counts the rollouts.
 Invariants: after every call, admitted rollouts = trained + evicted + in flight. At most one actor
 plays a rollout at a time. The queue accepts only the result of the rollout's current attempt; late
 results are refused and counted. The bounds of `QueueSettings` never hold back a rollout of the step
@@ -459,11 +458,7 @@ class QueueState:
         return num_items >= settings.max_items or self._waiting.num_bytes >= settings.max_bytes
 
     def _candidates(self, environments: Collection[str]) -> Iterator[Rollout]:
-        """Yield pending rollouts of these environments in the order of handing out.
-
-        If a bound is reached, only rollouts of the step that is being collected are yielded, so
-        that the step can be completed.
-        """
+        """Yield pending rollouts of these environments in the order of handing out."""
         while not self._is_full():
             rollout_id = self._ready.pop(environments)
             if rollout_id is None:
@@ -471,6 +466,7 @@ class QueueState:
             rollout = self._find(rollout_id)
             if rollout is not None and rollout.state == "pending":
                 yield rollout
+        # A bound is reached: hand out only rollouts that complete the step that is being collected.
         for number in self._window.collecting():
             group = self._groups.get(number)
             if group is None or group.task.environment not in environments:
@@ -496,7 +492,10 @@ class QueueState:
         self._ready.add(rollout, group)
 
     def _roll_back(self, first: int) -> tuple[int, ...]:
-        """Undo the taking of step `first` and all later steps; return these steps, ascending."""
+        """Put back into the queue what step `first` and all later steps took.
+
+        Returns: the numbers of these steps, ascending.
+        """
         held = {number: self._window.step_of(number) for number in self._groups}
         numbers = [number for number, step in held.items() if step is not None and step >= first]
         for rollout in _finished(self._groups[number] for number in numbers):

@@ -2,14 +2,14 @@
 
 P groups make a step (`groups_per_step`). Groups are numbered k = 0, 1, 2, ... at admission, steps
 from 1. Group k may be admitted if floor(k / P) <= v + S, where v is the version that every ready
-engine holds, and S is `max_lag`. A step takes P closed groups, one at a time. Each is chosen
-from W consecutive group numbers (`window_groups`), of which the first is the oldest number that no
-step has taken.
+engine holds, and S is `max_lag`. A step takes P closed groups, one at a time, each from W
+consecutive group numbers (`window_groups`). The first of these numbers is the oldest that no step
+has taken.
 
 Invariant: no token is older than S + ceil((W - 1) / P) versions when it is trained. Proof: if n
 groups are taken before group k, their numbers are below k + W and differ from k, so n <= k + W - 1.
 Group k is trained by version floor(n / P) and was admitted at version floor(k / P) - S or later. A
-step that is rolled back counts as never taken. Called by the queue state.
+step that is rolled back counts as never taken.
 """
 
 from __future__ import annotations
@@ -237,10 +237,7 @@ def oldest_admitted_version(
 
 
 def _advance(oldest: int, beyond: set[int]) -> int:
-    """Return the smallest number, at least `oldest`, that is not in `beyond`.
-
-    Smaller numbers are removed from `beyond`.
-    """
+    """Return the first number from `oldest` on that is not in `beyond`; delete those before it."""
     while oldest in beyond:
         beyond.discard(oldest)
         oldest += 1

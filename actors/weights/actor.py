@@ -6,14 +6,13 @@
     await board.report.remote(replica, term, version, scores)          # after it has loaded
     status = await board.wait_published.remote(version, 1, 60.0)        # the training loop
 
-Each start or recovery of a run begins a new term. A replica shows by its waiting `poll` that it is
-alive. The board copies each published buffer into an object that it owns, so that the weights
-outlive the trainer rank that put them, and a replica that starts later can still load the current
-version. The board is not restarted, because its objects die with it.
+Each start or recovery of a run begins a new term. A waiting `poll` shows that its replica is alive.
+The board copies each published buffer into an object that it owns, so that the weights outlive the
+trainer rank. The board is not restarted, because its objects die with it.
 
-A run's board is a detached actor: if a supervisor dies and a new one replaces it in time, board and
-engines continue. If no supervisor has called the board for `orphan_timeout_s`, the board deletes
-the run's Serve applications and ends.
+A run's board is a detached actor: if a new supervisor replaces a dead one in time, board and
+engines continue. After `orphan_timeout_s` without a call of a supervisor, the board deletes the
+run's Serve applications and ends.
 """
 
 from __future__ import annotations

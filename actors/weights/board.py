@@ -7,11 +7,10 @@
     board.laggards()                            # -> (), so every live replica samples from it
 
 Times are arguments, and no method waits; `actor.WeightBoard` adds the waiting. Each start or
-recovery of a run begins a new term.
+recovery of a run begins a new term. Invariants:
 
-Invariants:
-- The current publication's (term, version) never decreases. A call of an old term is refused.
-- A replica is live for a limited time after each sign of life (its lease). Callers wait only for
+- The current publication's (term, version) never decreases. Calls of an old term are refused.
+- A replica is live until its lease ends; each sign of life renews the lease. Callers wait only for
   live replicas.
 - A replica holds a version after it has reported that it has loaded the version.
 """
@@ -412,9 +411,8 @@ class Board:
     def _settle(self, now: float) -> None:
         """Reset the measure of progress (`BoardStatus.quiet_s`), as after a publication or a load.
 
-        A replica's start then counts as progress only while it gets further than all earlier starts
-        since the reset. Loads are compared in the same way. So a replica that always crashes soon
-        shows no progress, although Serve restarts the replica under new names.
+        Afterwards a start counts as progress only if it gets further than all starts since the
+        reset. Loads count in the same way. So a replica that always crashes soon shows no progress.
         """
         self._moved_at = now
         self._furthest_start = self._furthest_load = -1.0

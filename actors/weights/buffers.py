@@ -1,9 +1,8 @@
 """Flat weight buffers, which the trainer publishes and the engines load.
 
 A group of named tensors is packed into one contiguous byte buffer with a manifest of the tensors'
-positions. So a group needs one object in the object store, one copy and one checksum. Packing the
-same tensors gives the same bytes and the same checksum; unpacking makes views and no copies. The
-trainer packs, and the engine's weight-transfer backend unpacks.
+positions. So a group needs one object in the object store, one copy and one checksum. Equal tensors
+give equal bytes and an equal checksum. Unpacking makes views and no copies.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ Each broadcast has its own process group. The trainer has rank 0, and the worker
 that asked the weight board for a place (`Seat`) have the other ranks. If a member dies or freezes,
 the group fails: the other members drop what they received, and ask for a place in the next group.
 Invariant: a worker's model is changed only after the last byte has arrived.
-
-`Sender` is the trainer's thread, and `Reception` is the thread of a worker; training and sampling
-continue meanwhile. The module imports neither Ray nor vLLM.
+`Sender` is the trainer's thread, and `Reception` a worker's. Ray and vLLM are not imported here.
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ def linger(store: dist.Store, seat: Seat, *, rank: int) -> None:
 def _wait_for_all(store: dist.Store, place: str, *, rank: int, size: int) -> None:
     """Wait until all members have called this function with the same `place`.
 
-    Args: place: name of the point in the program where the members wait for each other.
     Raises: RuntimeError (torch) if a member does not call it within STALL_S.
     """
     store.set(f"{place}/{rank}", "1")

@@ -5,8 +5,7 @@
     found = LogprobCheck(num_tokens=4032, dtype=dtype, comparisons=(compare("alone", own, engine),))
     found.is_beyond                    # whether they differ by more than BOUNDS allows
 
-This module is pure, and needs only NumPy. The engines report their scores to the weight board after
-each load; `service.run.engines.Publisher` gets the trainer's scores and compares them.
+Pure; needs only NumPy. `service.run.engines.Publisher` compares scores after each load.
 """
 
 from __future__ import annotations
@@ -371,10 +370,7 @@ class LogprobCheck:
         )
 
     def _listed(self) -> str:
-        """Describe the comparisons whose difference is beyond its bound, the worst first.
-
-        The worst comparison is described even if its difference is within its bound.
-        """
+        """Describe the comparisons beyond their bound, the worst first; at least the worst one."""
         found: dict[str, Comparison] = {}
         bounds = self.bounds
         for each in sorted(self.comparisons, key=lambda each: -each.ratio(bounds)):

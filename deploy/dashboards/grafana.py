@@ -198,13 +198,10 @@ def _of_newest_step(statistic: str) -> str:
 
 
 def _with_window(query: str) -> str:
-    """Return a query with [$several_steps] replaced by a time window that holds several steps.
-
-    The result repeats the query for each window of WINDOWS, joined by `or`. Each copy has a
-    condition on the duration of the newest step, so that only one copy gives a value.
-    """
+    """Return a query with [$several_steps] replaced by a time window that holds several steps."""
     if "$several_steps" not in query:
         return query
+    # The conditions allow only one copy of the query to give a value.
     return "\nor ".join(
         f"({query.replace('$several_steps', window)}) {condition}"
         for window, condition in WINDOWS.items()
@@ -242,14 +239,14 @@ def _mend(tree: dict[str, Any]) -> None:
 def _without_null(node: Any, *, keeps: bool = False) -> Any:
     """Return the tree without nulls, which the SDK writes for unset fields and Grafana refuses.
 
-    keeps: keep the nulls directly in `node`. In a threshold's steps, null means minus infinity and
-    must stay.
+    keeps: whether to keep the nulls directly in `node`.
     """
     if isinstance(node, list):
         return [_without_null(item, keeps=keeps) for item in node]
     if not isinstance(node, dict):
         return node
     return {
+        # In a threshold's steps, null means minus infinity and must stay.
         key: _without_null(value, keeps=key == "steps")
         for key, value in node.items()
         if value is not None or keeps
@@ -310,14 +307,12 @@ def _variables(dashboard: Dashboard) -> list[Builder[models.VariableModel]]:
 
 
 def _place_variables() -> list[sdk.QueryVariable]:
-    """Return the variables with which a dashboard's user selects values of PLACE_LABELS.
-
-    Each variable offers only values that occur together with the values chosen before it.
-    """
+    """Return the variables with which a dashboard's user selects values of PLACE_LABELS."""
     found, selectors = [], [_OF_PLACES]
     for label in PLACE_LABELS:
         query = f"label_values({{{','.join(selectors)}}}, {label})"
         found.append(_choice(label, label.capitalize(), query))
+        # The next variables offer only values that occur together with the chosen value.
         selectors.append(f'{label}=~"${label}"')
     return found
 

@@ -5,12 +5,9 @@ Each placeholder in rules.yaml is replaced:
 - PLACE_LABELS: the labels that distinguish releases of the chart, "cluster, namespace, release".
 - A duration in braces: `{6h}` -> "6h", `{10m as seconds}` -> "600".
 
-The chart's PodMonitor adds the label `release` to every series, and Prometheus' operator adds
-`namespace`. Thanos and Mimir need `cluster` if they evaluate the rules for several clusters. If
-series lack these labels, as on a laptop, Prometheus treats the labels as empty.
-
-A scale below 1 shortens all durations by the same factor, so that a test takes minutes instead of
-hours. The chart uses scale 1.
+The chart's PodMonitor adds the label `release`, and Prometheus' operator adds `namespace`. Thanos
+and Mimir need `cluster` if they evaluate the rules for several clusters. Prometheus treats a
+missing label as empty. For tests, a scale below 1 shortens all durations; the chart uses scale 1.
 """
 
 from __future__ import annotations

@@ -140,14 +140,12 @@ def _processes(directory: Path) -> dict[str, dict[str, object]]:
 
 
 def _alive(directory: Path) -> dict[str, psutil.Process]:
-    """Return the stack's running processes by name.
-
-    If an ended process's id now belongs to another process, that process is not returned.
-    """
+    """Return the stack's running processes by name."""
     found = {}
     for name, process in _processes(directory).items():
         try:
             running = psutil.Process(int(str(process["pid"])))
+            # The id of an ended process may now belong to another process.
             is_own = running.create_time() == process["started"]
             if is_own and running.status() != psutil.STATUS_ZOMBIE:
                 found[name] = running

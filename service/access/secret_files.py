@@ -1,9 +1,8 @@
 """A secret in a file that may be replaced while the process runs, for example by Kubernetes.
 
-Invariants: `SecretFile.value()` never raises; if the file is missing, empty or invalid, the last
+Invariants: `SecretFile.value()` never raises. If the file is missing, empty or invalid, the last
 valid value stays in use. No message contains the file's text. Every failure is counted, and the
-first of several in a row is logged. The API's replicas read their admin key in this way, and the
-database's connections read the database's URL.
+first of several in a row is logged.
 """
 
 from __future__ import annotations

@@ -142,8 +142,7 @@ async def check_no_body(request: Request) -> None:
 def _first_digest(settings: HttpSettings, metrics: ApiMetrics) -> str | SecretFile[str] | None:
     """Return the SHA-256 of the first admin key, which the operator sets; None if it is not set.
 
-    If the key is in a file, return a `SecretFile` whose value is the SHA-256. Without this key, the
-    API requires a key only if the run has named keys.
+    Without the first admin key, the API requires a key only if the run has named keys.
     """
     if settings.key_file is None or settings.key_digest is None:
         return settings.key_digest
@@ -291,8 +290,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
 def _complete(path: str, operation: dict[str, Any]) -> None:
     """Add to a route's entry in the OpenAPI document whether it needs a key, and common errors.
 
-    The common errors are the guards' refusals, invalid requests and internal errors. What the route
-    itself declares has precedence. operation: the entry, which is changed in place.
+    What the route itself declares has precedence over the common errors.
     """
     is_open = path in OPEN_PATHS
     operation.setdefault("security", [] if is_open else [{"key": []}])

@@ -1,9 +1,8 @@
 """Find the sender of each request by its key, and limit the request rate of each key.
 
 A replica of the API asks the supervisor for the run's named keys every `FRESH_S`, and also if a
-request has an unknown key. So a new key is valid at once, and a revoked key stays valid for up to
-`FRESH_S`. The replica also reads the file of the first admin key every few seconds. Each replica
-counts only the requests that it receives itself.
+request has an unknown key. So a new key is valid at once, and a revoked key for up to `FRESH_S`
+more. Each replica counts only the requests that it receives itself.
 """
 
 from __future__ import annotations
@@ -121,10 +120,9 @@ class Callers:
             )
 
     async def _read_since(self, moment: float) -> None:
-        """Read the run's keys if they were last read before `moment`.
+        """Read the run's keys if they were last read before `moment`, by the event loop's clock.
 
         If the run does not answer within PATIENCE_S, keep the keys that were read last.
-        moment: seconds of the event loop's clock.
         """
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + PATIENCE_S

@@ -303,10 +303,7 @@ async def _asked(work: Awaitable[Found]) -> Found:
 async def _noted(
     run: RunPort, request: Request, work: Awaitable[Answer], *, status: int = 200
 ) -> Answer:
-    """Carry out an operator's request (`work`), and record the request with its answer.
-
-    If `work` raises a Problem, the request is recorded with the Problem instead.
-    """
+    """Carry out an operator's request (`work`), and record it with its answer or its Problem."""
     try:
         answer = await work
     except Problem as problem:

@@ -1,12 +1,11 @@
 """Checks that Ray Serve's HTTP servers make before every route.
 
-Without these checks, Serve would read bodies of any size from anybody, show the names of all
-applications to everybody, and keep a connection open forever if the client never completes the
-headers of a request.
+Without these checks, Serve would read bodies of any size from anybody, and show all applications'
+names to everybody. A client that never completes its headers could keep a connection open forever.
 
 Each process in which Serve opens an HTTP server first calls `middlewares`: Serve's proxy, or each
-replica if HAProxy replaces the proxy. Serve finds the function by the environment variable
-RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, which `service.launch.cluster` sets.
+replica if HAProxy replaces the proxy. `service.launch.cluster` names the function to Serve by
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH.
 """
 
 from __future__ import annotations
@@ -83,12 +82,7 @@ class Door:
             body.give_back()
 
     async def _ask(self, scope: Scope) -> list[Message]:
-        """Ask the API whether it accepts a request's headers; return the API's refusal, or [].
-
-        The API gets a copy of the request with the method OPTIONS and without a body. The refusal
-        consists of ASGI messages. Requests to other Serve applications always count as
-        accepted, because these applications do not answer the question.
-        """
+        """Return the API's refusal of a request's headers, as ASGI messages; [] if accepted."""
         asking = {
             **scope,
             "method": "OPTIONS",
@@ -112,18 +106,16 @@ class Door:
         await self._app(asking, nothing, keep)
         if not answer or answer[0]["status"] == 204:
             return []
+        # Other Serve applications do not answer the question: their requests count as accepted.
         return answer if ASKS_HEADER in Headers(raw=answer[0]["headers"]) else []
 
 
 async def _refuse(refusal: list[Message], receive: Receive, send: Send) -> None:
-    """Send a refusal at once, then discard the client's further bytes for up to LINGER_S.
-
-    If the connection were closed while bytes arrive, the system would reset it, and the client
-    could not read the refusal.
-    """
+    """Send a refusal at once, then discard the client's further bytes for up to LINGER_S."""
     for message in refusal:
         is_body = message["type"] == "http.response.body"
         await send({**message, "more_body": True} if is_body else message)
+    # If the connection were closed while bytes arrive, the client could not read the refusal.
     with suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):
             while (await receive()).get("more_body", False):

@@ -1,11 +1,8 @@
 """Check a request's host, headers' size, key and body before its route runs.
 
 The check of the key includes its permissions and its rate limit. A body is read only after the
-headers and the key were accepted. If they are refused, the answer is sent at once, and the
-connection is closed. Large bodies share a memory budget (`BodyRoom`): each reserves its size before
-it is read, and releases it when the route has read it.
-
-If a route raises an unexpected error, the guards answer with a problem document.
+headers and the key were accepted; a refusal closes the connection. Large bodies share a memory
+budget (`BodyRoom`), until their routes have read them. Unexpected errors become problem documents.
 """
 
 from __future__ import annotations
@@ -139,11 +136,8 @@ class Guards:
     async def _refusal(self, scope: Scope, headers: Headers, method: str) -> Response | None:
         """Check a request's headers, host and key; return None if all are accepted.
 
-        A session's key is checked by `app.state.check_session_key`, which returns a refusal as a
-        response. Every other refusal is raised.
-
-        method: the method of the client's request. `scope` has OPTIONS instead if the module `door`
-        asks in advance whether the request would be accepted.
+        The refusal of a session's key is returned as a response; every other refusal is raised.
+        method: the client's method; `scope` has OPTIONS if `door` checks the request in advance.
         Raises: Problem; RunUnavailable if the keys cannot be read.
         """
         path = scope["path"]

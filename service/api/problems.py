@@ -164,10 +164,7 @@ def _of_validation(error: RequestValidationError) -> Problem:
 
 
 def _problem_of(item: Mapping[str, Any]) -> str:
-    """Return which value pydantic refused, and what it expected.
-
-    Example: got 'eight', expected a valid integer
-    """
+    """Return what pydantic refused and expected: got 'eight', expected a valid integer."""
     message, value = _message_of(item), item.get("input")
     wanted = re.fullmatch(r"\w+ should (be )?(.+)", message)
     if wanted is None:

@@ -67,15 +67,13 @@ KEY_TAKEN = "Idempotency-Key: another request was accepted with this key"
 
 
 class _SubmitRoute(APIRoute):
-    """The route that submits tasks; it parses valid bodies without FastAPI, because that is faster.
-
-    If the request is invalid, FastAPI parses it again and reports the error.
-    """
+    """The route that submits tasks; for speed, it parses valid bodies without FastAPI."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         by_fastapi = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
+            # If the request is invalid, FastAPI parses it again and reports the error.
             key = request.headers.get("idempotency-key")
             if request.url.query:
                 return await by_fastapi(request)

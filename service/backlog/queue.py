@@ -1,9 +1,8 @@
 """Accept the tasks that clients submit, show their states, and choose which are played next.
 
-Each task is played by a group of rollouts. A task is stored before the client learns that it was
-accepted, and the id of its group is stored before the trajectory queue gets the group. Ended tasks
-are removed from memory; the store keeps the newest ones. The supervisor has one submission queue,
-and calls it only from its event loop.
+A group of rollouts plays each task. A task is stored before the client learns that it was accepted.
+The id of the task's group is stored before the trajectory queue gets the group. Ended tasks are
+only in the store, which keeps the newest. Only the supervisor's event loop calls the queue.
 """
 
 from __future__ import annotations
@@ -242,10 +241,9 @@ class SubmissionQueue:
     def _reply(
         self, offer: Offer, new: Mapping[str, PlaceAnswer], over: Mapping[str, SubmissionView]
     ) -> SubmitReply:
-        """Return the reply to a request (`offer`) that was accepted.
+        """Return the reply to an accepted request.
 
-        new: the answers for newly accepted tasks, by task id. over: the states of tasks that had
-        ended before the request, by task id.
+        new: the answers for its new tasks. over: the states of its tasks that had ended before.
         """
         return SubmitReply(
             places=tuple(
@@ -272,11 +270,10 @@ class SubmissionQueue:
         stored: str | None,
         ahead: Sequence[PackedRequest],
     ) -> list[PackedRequest] | SubmitReply:
-        """Return the new tasks of a request (`offer`), or the reply that refuses the request.
+        """Return the new tasks of a request, or the reply that refuses the request.
 
-        over: digests of tasks that have ended but are still stored, by id. stored: digest of an
-        earlier request with the same Idempotency-Key; None if there was none. ahead: tasks of
-        earlier requests that were accepted but are not in the table yet.
+        over: digests of ended tasks that are still stored, by id. stored: digest of an earlier
+        request with the same Idempotency-Key. ahead: accepted tasks that are not in the table yet.
         """
         if stored not in (None, offer.digest):
             return SubmitReply(is_key_taken=True, backlog=self.backlog)
@@ -349,10 +346,7 @@ class SubmissionQueue:
         ahead: Sequence[PackedRequest],
         limits: KeyLimits,
     ) -> SubmitReply | None:
-        """Return the reply that refuses tasks beyond the limits of their API key, or None.
-
-        ahead: tasks of earlier requests that are not in the table yet; those of the key count too.
-        """
+        """Return the reply that refuses tasks beyond the limits of their API key, or None."""
         name = new[0].key_name
         for limit, measure, count in (
             ("max_waiting_tasks", len, self._table.num_waiting_of),

@@ -1,9 +1,8 @@
 """The table in memory of accepted submissions that are not over; it does no I/O.
 
-A submission is over if its rollouts will never be played again. It is then removed from the table
-(`over`, `forget`). The table has the backlog, the groups that play submissions, and the states of
-the groups' rollouts. `rebuild` makes the table from the store when the run starts, recovers or
-returns to a checkpoint. After that, the events of the trajectory queue update the table.
+A submission is over if its rollouts will never be played again; the table then drops it (`over`,
+`forget`). `rebuild` makes the table from the store when the run starts, recovers or returns to a
+checkpoint. After that, the events of the trajectory queue update the table.
 
 Invariants: a submission is in the backlog, or bound to one group, or cancelled. Each new submission
 has a greater position than all earlier submissions. If all rollouts of a group were evicted, the
@@ -224,10 +223,7 @@ class SubmissionTable:
         return RolloutView(index=index, status=Status.FINISHED, result=result)
 
     def _counts(self, result: RolloutResult) -> bool:
-        """Return whether a rollout with this result has finished.
-
-        The result of a dropped attempt does not count, because the rollout may be played again.
-        """
+        """Whether a rollout with this result has finished; a dropped attempt does not count."""
         return self._policy.disposition(result.outcome) is not Disposition.DROP
 
     def _find(self, rollout_id: str) -> tuple[_Entry | None, int]:
@@ -246,25 +242,16 @@ class SubmissionTable:
 
 @lru_cache(maxsize=256)
 def _unbound(num_samples: int, *, is_cancelled: bool) -> tuple[RolloutView, ...]:
-    """Return the states of the rollouts of a submission that has no group.
-
-    They are cached, so that submissions share them in memory.
-    """
+    """Return the states of the rollouts of a submission that has no group."""
+    # Cached, so that submissions share the states in memory.
     status = Status.CANCELLED if is_cancelled else Status.QUEUED
     return tuple(RolloutView(index=index, status=status) for index in range(num_samples))
 
 
 def _is_over(entry: _Entry, kept: Sequence[int]) -> bool:
-    """Return whether no return to a kept checkpoint can play a submission's rollouts again.
+    """Whether no return to a kept checkpoint can play a submission's rollouts again.
 
-    This is so in three cases:
-    - The submission was cancelled before it had a group.
-    - All rollouts ended before the oldest kept checkpoint.
-    - All rollouts were evicted, and no step took one of them. All ended before the newest kept
-      checkpoint, and no kept checkpoint was written while the group was in the queue. Without this
-      case, evicted submissions would pile up in memory while no step is trained.
-
-    Args: see `SubmissionTable.over`.
+    kept: as for `SubmissionTable.over`.
     """
     if entry.group_id is None:
         return entry.is_cancelled
@@ -272,8 +259,11 @@ def _is_over(entry: _Entry, kept: Sequence[int]) -> bool:
     if len(exits) < entry.submission.num_samples:
         return False
     end = max(event.seq for event in exits)
+    # All rollouts ended before the oldest kept checkpoint.
     if end <= kept[-1]:
         return True
+    # Over too: all rollouts were evicted, and no kept checkpoint has the group in the queue.
+    # Otherwise evicted submissions would pile up in memory while no step is trained.
     admitted = entry.admitted_seq
     if admitted is None or end > kept[0] or any(event.step is not None for event in exits):
         return False

@@ -148,11 +148,7 @@ def checkpoint_of(source: Path, *, command: str) -> Path:
 
 
 def _commits_in_any_format(store: ReadOnlyStore) -> tuple[list[Checkpoint] | None, str]:
-    """Return (checkpoints, "") of a run, or (None, reason) if they cannot be read.
-
-    Possible reasons: the database is empty, or another version of Rayloom wrote it in a format that
-    this version cannot read.
-    """
+    """Return (checkpoints, "") of a run, or (None, reason) if they cannot be read."""
     number = store.format_number()
     try:
         commits = store.checkpoints()

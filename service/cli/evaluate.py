@@ -213,9 +213,8 @@ def _out(named: Path | None, run: Path | None, label: str) -> Path:
 def _policy(config: Config, scratch: RunDir, checkpoint: Path | None) -> _Policy:
     """Return the model that plays the tasks, in a form that engines can load.
 
-    checkpoint: None if the configured model plays. A checkpoint is exported to `config.model.path`,
-    which the caller has set to a temporary directory.
-    scratch: the command's temporary run directory, in which a tiny model is built.
+    checkpoint: is exported to `config.model.path`, a temporary directory of the caller; None if the
+    configured model plays. scratch: the place of a tiny model.
     """
     if checkpoint is None:
         model = model_path(config, scratch)
@@ -293,8 +292,7 @@ async def _play(
 ) -> list[Played]:
     """Start engines and actors, play the set, write the rollouts, and end the engines and actors.
 
-    Raises: PolicyUnavailable, ActorLost, WeightError or RayError if a part fails; OSError if the
-    rollouts cannot be written.
+    Raises: PolicyUnavailable, ActorLost, WeightError, RayError; OSError if the writing fails.
     """
     engines = Engines(
         engine_settings(config, model=policy.model),

@@ -31,10 +31,7 @@ _RUNS = {"train", "serve", "sft"}
 
 @contextmanager
 def _help_outlet() -> Iterator[None]:
-    """Guard a block that prints a help page, so that a closed pipe or terminal raises no error.
-
-    Example: in `rayloom --help | head -1`, `head` closes the pipe before the help is complete.
-    """
+    """Guard a block that prints a help page: a closed pipe or terminal raises no error."""
     with outlet(sys.__stdout__):
         try:
             yield
@@ -61,11 +58,7 @@ app = typer.Typer(
 
 
 class _Command(TyperCommand):
-    """A command that refuses two values for an option that takes one, and an empty path.
-
-    typer alone would use only the last value: of two data sets, the first would be ignored. It
-    would read an empty path as the working directory.
-    """
+    """A command that refuses two values for an option that takes one, and an empty path."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         with _help_outlet():
@@ -78,6 +71,7 @@ class _Command(TyperCommand):
         texts, _, given = self.make_parser(ctx).parse_args(args=list(args))
         for option in given:
             count = given.count(option)
+            # typer would use only the last value.
             if count > 1 and not option.multiple and not getattr(option, "is_flag", True):
                 raise ConfigError(
                     f"{option.opts[0]} was given {count} times, expected it once; remove all but "
@@ -91,6 +85,7 @@ class _Command(TyperCommand):
             got = error.__cause__.errors()[0]["input"]
             raise ConfigError(f"{_shown(error.param)}: {_unfit(error.param, got)}") from error
         for each in self.params:
+            # typer would read an empty path as the working directory.
             if (
                 isinstance(ctx.params.get(each.name), Path)
                 and not str(texts.get(each.name, "x")).strip()
@@ -107,10 +102,7 @@ def _shown(parameter: Any) -> str:
 
 
 def _unfit(parameter: Any, got: Any) -> str:
-    """Return the text of an error about a parameter's invalid value.
-
-    Example: "got 'fast', expected one of own, norm; name one of them"
-    """
+    """Return the error for an invalid value, such as "got 'fast', expected one of own, norm"."""
     kind = parameter.type_descriptor
     if kind.choices:
         known = [str(getattr(each, "value", each)) for each in kind.choices]

@@ -1,11 +1,9 @@
 """Write to a terminal so that the loss of the terminal never ends a run.
 
-A write fails if the terminal or pipe is closed, or if the output goes to a file whose disk is full.
-After the first failed write, the stream is redirected to /dev/null, so that later writes do not
-fail; the run's log keeps everything. A line on standard error reports a failure of standard output,
-except a closed pipe. A character that the stream's encoding lacks is written as an escape, which is
-not a failure.
-This module imports no large package, so that the first line is printed before any slow import.
+A write fails if the terminal or pipe is closed, or if the disk of the output's file is full. Then
+the stream is redirected to /dev/null, and only the run's log gets the rest. Standard error reports
+a failure of standard output, except a closed pipe. A character that the encoding lacks is written
+as an escape. This module imports no large package, so that the first line is printed early.
 """
 
 from __future__ import annotations

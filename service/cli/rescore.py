@@ -133,9 +133,7 @@ def _is_scored_alone(
 ) -> bool:
     """Return whether the functions of --reward are called for a trajectory.
 
-    In the environments single_turn and tools, they are called as in a run: for completed episodes,
-    and for truncated episodes if `rollouts.outcomes` sets `score` for them. In other environments,
-    they are called for every trajectory.
+    They are called as in a run for single_turn and tools, and always for other environments.
     """
     name, outcome = trajectory.environment, trajectory.outcome
     if name not in members or members[name].tasks.environment not in (SINGLE_TURN, TOOLS):
@@ -179,13 +177,10 @@ async def _rescored(
 
 
 async def _group_scores(step: JournalStep, verifier: ShadowVerifier) -> _Scores:
-    """Score a step's groups with a function of --group-reward; return scores by trajectory id.
-
-    The function is called once for each group, with the group's trajectories in rollout order. As
-    in a run, the function does not get trajectories that are left out of the group's baseline.
-    """
+    """Score a step's groups with a function of --group-reward; return scores by trajectory id."""
     groups: dict[str, list[Trajectory]] = {}
     for entry in step.entries:
+        # As in a run, leave out trajectories that are not in their group's baseline.
         if entry.baseline_return is not None and entry.trajectory.samples:
             groups.setdefault(entry.trajectory.group_id, []).append(entry.trajectory)
     found: dict[str, float | str | None] = {}

@@ -115,10 +115,7 @@ def _trained(
     signals: StopSignals,
     stages: Stages,
 ) -> tuple[Path | None, int]:
-    """Train on the chats, and return the last checkpoint and the exit code.
-
-    The checkpoint is None if the training did not finish.
-    """
+    """Train on the chats; return the checkpoint, or None and the exit code if it did not finish."""
     training = SftRun(
         config,
         chats,
@@ -193,10 +190,7 @@ def _check_resumable(run_dir: RunDir, config: SftConfig) -> None:
 
 
 def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[tuple[Sample, ...]]:
-    """Check the model's files, read the chats, and return the samples of each chat.
-
-    was_loaded: whether an earlier start has already loaded this model.
-    """
+    """Check the model's files, read the chats, and return the samples of each chat."""
     check_model(config.as_run(num_steps=1), model, was_loaded=was_loaded)
     check_stop_tokens(model)
     settings = config.sft
@@ -224,10 +218,7 @@ def _checked_chats(config: SftConfig, model: str, *, was_loaded: bool) -> list[t
 
 
 def _record_chats(run_dir: RunDir, config: SftConfig, chats: Sequence[Sequence[Sample]]) -> None:
-    """Write the configuration and the digest of the chats.
-
-    A resumed training must have the same chats, so another digest than before is refused.
-    """
+    """Write the configuration and the digest of the chats; refuse to resume with other chats."""
     file, digest = run_dir.chats_file, _digest(chats)
     try:
         if file.is_file() and json.loads(file.read_text())["digest"] != digest:

@@ -1,9 +1,8 @@
 """`rayloom check --size`: compute the disk space and the memory that a configuration needs.
 
 The output shows the formula of each size with its inputs. The bytes per token, event and record
-were measured (`docs/deploy.md`, "Disks"). The bytes per parameter follow from the code. A
-checkpoint has float32 weights and two moments; an export has only the weights. With LoRA, both have
-only adapters, and the frozen weights in memory have the trainer's data type.
+were measured (`docs/deploy.md`, "Disks"). A checkpoint has float32 weights and two moments; an
+export has only the weights. With LoRA, both have only adapters.
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
     """Return the additional size of the database if the run is started with `rayloom serve`.
 
-    num_turns_kept: number of ended sessions whose turns are still stored. These are the sessions of
-    all steps since the oldest checkpoint. of_experts: the result of `_expert_bytes`.
+    num_turns_kept: ended sessions whose turns are still stored. of_experts: as for `_expert_bytes`.
     """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES
@@ -322,10 +320,7 @@ def _adapter_parameters(config: Config) -> int | None:
 
 
 def _expert_bytes(config: Config) -> int | None:
-    """Return how many bytes are stored for each token to say which experts the model used.
-
-    Return 0 for a model without experts, and None if the architecture is unknown.
-    """
+    """Return the bytes that record a token's experts; None if the architecture is unknown."""
     if config.model.path is None:
         return 0
     architecture = _architecture(config)

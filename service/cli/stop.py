@@ -75,10 +75,7 @@ def _run_id(directory: str) -> str:
 
 
 def _supervisors(name: str | None) -> dict[str, Any]:
-    """Return the supervisors of the requested runs by run id.
-
-    name: the name of runs, or the id of one run; None returns all.
-    """
+    """Return supervisors by run id. name: the name of runs or the id of one run; None means all."""
     found = {}
     for each in list_named_actors(all_namespaces=True):
         run_name = run_name_of(each["name"])

@@ -112,10 +112,7 @@ class Results:
         self.rewards: list[float] = []
 
     def __enter__(self) -> Results:
-        """Read the existing results, open the file for appending, and return this object.
-
-        Raises: OSError if the file cannot be read or written.
-        """
+        """Read the existing results, and open the file for appending. Raises: OSError."""
         lines = self._path.read_bytes().split(b"\n") if self._path.exists() else [b""]
         for line in lines[:-1]:
             self._note(json.loads(line))
@@ -180,10 +177,7 @@ class _Submitting:
             self.progress.show(self.summary())
 
     def _has_room(self, batch: list[Task]) -> bool:
-        """Submit a batch. Return False if the service has no room, or the batch is too large.
-
-        After a batch that was too large, the next batch has half as many tasks.
-        """
+        """Submit a batch; return False if the service has no room, or the batch is too large."""
         try:
             self.client.submit(
                 batch[0].environment,

@@ -178,7 +178,6 @@ def _with_group_rewards(
     """Return the rewards of a task's answers, each with its group score added.
 
     An answer without a group score is left out. played: reward and text of each answer.
-    Raises: _Unplayed if the group cannot be scored.
     """
     own = [reward for reward, _ in played]
     if not (request.scores_groups and played):
@@ -323,10 +322,7 @@ async def _ended(method: str, call: Callable[[], Awaitable[Any]], *, limit_s: fl
 
 
 def _show_prompt(renderer: ChatRenderer, start: Observation, *, room: int | None) -> None:
-    """Print the prompt of a task, and say if it is too long for a run.
-
-    room: number of tokens that a run's prompt may have; None if a run does not measure it.
-    """
+    """Print the prompt of a task, and say if it has more than `room` tokens, a run's limit."""
     try:
         renderer.template.check_chat(start.messages)
         ids = renderer.first_prompt(start.messages, start.tools)

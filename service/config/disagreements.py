@@ -136,12 +136,10 @@ def _check_weights(config: Config) -> Iterator[str]:
 
 
 def _check_blocks(config: Config) -> Iterator[str]:
-    """Yield a contradiction if vLLM's attention on CPU refuses the block size.
-
-    On a GPU the allowed sizes depend on the backend that vLLM chooses.
-    """
+    """Yield a contradiction if vLLM's attention on CPU refuses the block size."""
     inference = config.inference
     tokens = inference.block_tokens
+    # On a GPU the allowed sizes depend on the backend that vLLM chooses.
     if inference.is_on_cpu and tokens is not None and tokens % CPU_BLOCK_TOKENS:
         yield (
             f"inference.block_tokens is {tokens}, expected a multiple of {CPU_BLOCK_TOKENS} for "

@@ -70,16 +70,12 @@ def load_config(
 
 
 def _with_own_rows(tree: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Return the settings, with `tasks.dataset` corrected if the run's directory was moved.
-
-    If `rayloom.train` is given rows, it stores them in a file in the run's directory, and the
-    file's path in `tasks.dataset`. If this path no longer exists, it is replaced by the file's path
-    in `run_dir`.
-    """
+    """Return the settings, with `tasks.dataset` corrected if the run's directory was moved."""
     tasks = tree.get("tasks")
     given = tasks.get("dataset") if isinstance(tasks, dict) else None
     if tasks is None or not isinstance(given, str) or Path(given).parent.name != FUNCTIONS:
         return tree
+    # `rayloom.train` has stored the rows that it was given in this file.
     stored = run_dir / FUNCTIONS / Path(given).name
     if os.path.isfile(os.path.expanduser(given)) or not stored.is_file():
         return tree
@@ -201,10 +197,7 @@ def _parsed(
 
 
 def _with_template(config: _Root) -> _Root:
-    """Return the configuration with the text of the chat template in place of its path.
-
-    A run stores its configuration, so a resumed run uses the same text even if the file changed.
-    """
+    """Return the configuration with the text of the chat template in place of its path."""
     given = config.model.chat_template
     if given is None or given == RAW or _SIGN in given:
         return config
@@ -221,6 +214,7 @@ def _with_template(config: _Root) -> _Root:
             f"model.chat_template: {given} holds no Jinja, so that every prompt would be the same; "
             f"expected a chat template, or {RAW} for raw prompts"
         )
+    # A run stores its configuration: a resumed run uses this text even if the file has changed.
     return replace(config, model=replace(config.model, chat_template=text))
 
 
@@ -300,15 +294,12 @@ def _described(
 def _section_of(
     setting: Mapping[str, Any], value: Any, sections: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the JSON schema of a setting that is a section; {} if the setting is a plain value.
-
-    The value of `mixture`, for example, maps names to sections. For such a setting, return a schema
-    with one property for each name in `value`.
-    """
+    """Return the JSON schema of a setting that is a section; {} if the setting is a plain value."""
     for each in (setting, *setting.get("anyOf", ())):
         if "$ref" in each:
             found: Mapping[str, Any] = sections[each["$ref"].rpartition("/")[2]]
             return found
+        # The value of `mixture`, for example, maps names to sections.
         of_values = each.get("additionalProperties")
         if isinstance(of_values, dict) and "$ref" in of_values:
             return {"properties": dict.fromkeys(value or (), of_values)}

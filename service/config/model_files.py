@@ -1,12 +1,10 @@
 """Check the files of a model directory: its settings, its tokens and the headers of its weights.
 
-Without these checks, every rank and every engine would fail minutes after the start. The checks do
-not load the weights: they read only the headers of the weight files and some rows of the output
-head. `service.config.preflight` calls this module.
+Without these checks, every rank and every engine would fail minutes after the start. The checks
+read only the headers of the weight files and some rows of the output head.
 
-To know what vLLM can serve, this module parses vLLM's source: the architectures in its registry,
-and the head sizes that its attention supports on CPU. If vLLM is not installed, or its source has
-another form, nothing is refused here; then the start of the engine reports the failure.
+The architectures and the head sizes on CPU that vLLM can serve are read from vLLM's source. If the
+source is missing or has another form, nothing is refused here; the engine's start then fails.
 """
 
 from __future__ import annotations
@@ -264,10 +262,7 @@ def check_architecture(
 
 @contextmanager
 def _refused_as(model: str) -> Iterator[None]:
-    """Turn the errors with which the trainer's code refuses a model into ConfigErrors.
-
-    The trainer's code is called in the `with` block. model: name of the model, for messages.
-    """
+    """Turn the errors with which the trainer's code refuses a model into ConfigErrors."""
     try:
         yield
     except NotImplementedError as error:
@@ -329,8 +324,7 @@ def check_architecture_once(
 def _headers(directory: Path, *, key: str) -> list[tuple[str, int, bytes]]:
     """Return the name, modification time and header of each safetensors file in a directory.
 
-    The index file is included as (name, 0, content). If the result has changed,
-    `check_architecture_once` repeats its check.
+    The index file is included as (name, 0, content).
     """
     # All files of the directory count, also those that the index does not name.
     found = [(file.name, 0, file.read_bytes()) for file in directory.glob(INDEX)]
@@ -408,9 +402,9 @@ def _tensors_in(file: Path, *, key: str) -> list[str]:
 
 
 def _check_index(directory: Path, found: Mapping[Path, list[str]], *, key: str) -> None:
-    """Check that no tensor is in two of the files that the index names.
+    """Raise ConfigError if a tensor is in two of the files that the index names.
 
-    Args: found: the names of the tensors in each file. Raises: ConfigError.
+    found: the names of the tensors in each file.
     """
     # transformers and vLLM read all tensors of each file. If a tensor is in two files, they use the
     # one that they read last. Other faults of the index do no harm: a tensor may be in another file
@@ -564,12 +558,9 @@ def unserved_adapters(config: Any, inference: InferenceSettings) -> Iterator[str
 
 
 def _runs_in_transformers(config: Any, named: set[str]) -> bool:
-    """Return whether vLLM can run a model with the implementation of transformers.
-
-    The question arises for models that vLLM does not implement. A mixture of experts cannot run
-    like this: vLLM would replace the experts by its own, but it does not know the model's router.
-    """
+    """Return whether vLLM can run a model that only transformers implements."""
     kind = _causal_kind(config)
+    # vLLM would replace the experts by its own, but it does not know the model's router.
     if any(getattr(config, name, None) for name in _EXPERTS):
         return False
     if kind is None or named & registered_architectures(_NO_LONGER):

@@ -205,10 +205,9 @@ def registered_parsers() -> dict[Literal["tool", "reasoning"], frozenset[str]] |
 
 
 def _keys(file: Path, name: str) -> frozenset[str]:
-    """Return the keys of a dictionary in a module's source, without importing the module.
+    """Return the text keys of a dictionary in a module's source, without importing the module.
 
-    name: the variable to which the module assigns the dictionary. Keys that are no texts are left
-    out. The result is empty if there is no such dictionary.
+    name: the variable that has the dictionary. Without such a variable the result is empty.
     """
     body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
     return frozenset(
@@ -524,8 +523,7 @@ def check_own_tracker(settings: OwnTrackerSettings) -> None:
 def _method(kind: type, name: str, *, use: str) -> Callable[..., object]:
     """Return a method of a user's class, bound so that its signature does not show `self`.
 
-    No instance of the class is made. use: name of the class, for messages.
-    Raises: ConfigError if there is no such method.
+    use: name of the class, for messages. Raises: ConfigError if there is no such method.
     """
     try:
         method = inspect.getattr_static(kind, name, None)

@@ -76,7 +76,8 @@ class RunSettings:
     """Steps between evaluations."""
     stop_at_reward: float | None = None
     """The run ends when the mean return of the last five steps reaches this value. The returns are
-    divided by the best possible return if that is known. Null: the run does not end early.
+    divided by the best possible return if that is known. If only some environments of a mixture
+    know it, the run does not end early. Null: the run does not end early.
     """
     journal_steps: Natural = 200
     """Number of the newest steps whose trajectories `rayloom inspect` can show; 0: none."""

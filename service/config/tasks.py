@@ -255,10 +255,8 @@ def _read(
 def _fitting(
     config: Config, tasks: PackedTasks, model_path: str, tell: Callable[[str], None]
 ) -> PackedTasks:
-    """Return the tasks whose prompts leave room for an answer.
-
-    Return all tasks if the environment does not build prompts from data.
-    """
+    """Return the tasks whose prompts leave room for an answer."""
+    # None means that the environment does not build prompts from data.
     if (first_messages := _first_messages(config)) is None:
         return tasks
     room = config.model.max_context_tokens - config.rollouts.max_tokens_per_turn
@@ -554,12 +552,10 @@ def _first_prompt(
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:
-    """Return why a JSON schema is invalid; None if it is valid.
-
-    A schema that names no draft must be valid in one of three drafts.
-    """
+    """Return why a JSON schema is invalid; None if it is valid."""
     drafts = [Draft202012Validator, Draft7Validator, Draft4Validator]
     problems = []
+    # A schema that names no draft must be valid in one of the three drafts.
     for draft in [validator_for(schema)] if "$schema" in schema else drafts:
         try:
             draft.check_schema(schema)

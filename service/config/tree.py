@@ -1,9 +1,9 @@
 """The configuration tree `Config`, and the settings of a run's parts that derive from it.
 
-Each section is a dataclass, declared beside the component that reads it or in `sections.py`.
-Constructing a section or a tree checks nothing: `file.py` reads a tree from YAML and checks the
-bounds, `disagreements.py` checks settings against each other, and `preflight.py` checks a tree
-against the machine. Pure functions receive sections, never the tree.
+Each section is a dataclass, in `sections.py` or beside the component that reads it. Constructing a
+tree or a section checks nothing. `file.py` reads a tree from YAML and checks the bounds.
+`disagreements.py` checks settings against each other, and `preflight.py` checks them against the
+machine. Pure functions receive sections, never the tree.
 """
 
 from __future__ import annotations

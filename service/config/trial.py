@@ -1,9 +1,8 @@
 """Try a user's own functions before a run starts, in a child process.
 
-The child runs `trial_child`. If a call ends the child's process or does not return, a new child
-makes the remaining calls. A function that can never work is refused. Every other problem is a
-warning (`docs/reward-functions.md`, "Tried before the start"). `service.config.preflight` calls
-this module.
+The child runs `trial_child`. If a call ends the child or does not return, a new child makes the
+remaining calls. A function that can never work is refused; all other problems are warnings
+(`docs/reward-functions.md`, "Tried before the start").
 """
 
 from __future__ import annotations
@@ -314,7 +313,7 @@ class _Trials:
                 self.is_done = True
 
     def _late(self, place: str) -> None:
-        """Record the current call as "hung". Raises: ConfigError if there is no current call.
+        """Record the current call as "hung"; without a call, raise ConfigError.
 
         place: the line that the child executes, for the error.
         """
@@ -328,10 +327,7 @@ class _Trials:
         self._lost(self._call, "hung", f"within {self._limit_s:.2g} s")
 
     def _ended(self, code: int | None) -> None:
-        """Handle a child that exited early: record that the current call ended the process.
-
-        Raises: ConfigError if no call was in progress.
-        """
+        """Record that the current call ended the child; without a call, raise ConfigError."""
         how = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
         last = self._stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = "; ".join([how, *last])[:_STDERR_BYTES]
@@ -366,11 +362,9 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
 
 
 def _own_last(path: Sequence[str]) -> list[str]:
-    """Return an import path with the working directory moved to its end.
-
-    Otherwise a user's file with the name of a package would be imported in place of the package. A
-    later check refuses such files.
-    """
+    """Return an import path with the working directory moved to its end."""
+    # Otherwise a user's file with the name of a package would be imported instead of the package.
+    # A later check refuses these files.
     here = os.getcwd()
     return sorted((each or here for each in path), key=lambda each: each == here)
 

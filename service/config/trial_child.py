@@ -96,7 +96,7 @@ def main() -> None:
 def _try_all(request: Request, said: Connection) -> None:
     """Import the environments, begin their first tasks and call the user's functions.
 
-    If a call ended an earlier child process, this process makes only the remaining calls.
+    If a call ended an earlier child process, make only the remaining calls.
     """
     trial = request.trial
     for name, key in trial.others.items():
@@ -147,8 +147,7 @@ async def _call_all(
 ) -> None:
     """Try an environment's functions on two sample answers, and send each result to the parent.
 
-    what: the setting that names the environment, such as "tasks.environment". It appears in
-    messages to the user.
+    what: the setting to name in messages to the user, such as "tasks.environment".
     """
     source = tasks.open_tasks(config)
     task = source.task(0)
@@ -218,14 +217,13 @@ def _misspelt(
 ) -> Iterator[tuple[str, str]]:
     """Yield each argument whose name is probably a misspelt column, and this column.
 
-    Such an argument has a default value, and no column has the argument's name, but one column has
-    almost the same name. The function would always get the default value.
     Example: `def score(completion, anwser=None)` and a column answer yield ("anwser", "answer").
     """
     if not isinstance(function, RewardFunction) or function.named is None:
         return
     lists = {f"{name}s" for name in columns} if function.takes_lists else set()
     others = {name.lower(): name for name in columns if name not in function.named}
+    # These arguments would always get their default value.
     unset = function.named - function.required - {*columns, *EXTRAS, *lists}
     for argument in sorted(unset):
         for name in difflib.get_close_matches(argument.lower(), others, n=1, cutoff=_ALIKE):
@@ -233,14 +231,9 @@ def _misspelt(
 
 
 def _answers(source: TaskSource, task: Task, column: str | None) -> list[tuple[str, str, bool]]:
-    """Return two answers with which to try a user's functions.
+    """Return the reference answers of the task and of another task, or made-up answers instead.
 
-    The first is the task's reference answer, and the second is a different reference answer of
-    another task. A made-up answer takes the place of an answer that is not found in the data.
-
-    Args:
-        column: The column of the data with the reference answers. If None, one is chosen.
-
+    column: the column with the reference answers; None to choose one.
     Returns: for each answer its text, a description, and whether it is a reference answer.
     Raises: ConfigError if `column` is given but gives no answer for the task.
     """
@@ -269,11 +262,9 @@ async def _scored(
     text: str,
     said: Connection,
 ) -> tuple[Fate, str, float]:
-    """Score an answer with a function.
+    """Score an answer with a function; return `Call.fate`, `Call.text` and `Call.value`.
 
-    If a function returns several named numbers, its score is their sum. Send a warning if one
-    number is probably the total of the others. Example: {"style": 1, "content": 2, "total": 3}.
-    Returns: the values of `Call.fate`, `Call.text` and `Call.value`.
+    Send a warning if one of several named numbers is probably the total of the others.
     """
     try:
         score = await environment.score_by(function, text)
@@ -284,6 +275,7 @@ async def _scored(
         return _fate_of(error, function)
     if score.value is None:
         return "silent", "", 0.0
+    # The score is the sum of the numbers. Example: {"style": 1, "content": 2, "total": 3}.
     total = next((name for name in score.parts if name.lower() in _TOTALS), None)
     if total is not None and len(score.parts) > 1 and "score" not in score.parts:
         told = (
@@ -298,12 +290,11 @@ async def _scored(
 async def _stepped(
     environment: Environment, task: Task, text: str, *, is_copied: bool
 ) -> tuple[Observation | None, tuple[Fate, str, float]]:
-    """Try an environment: call `reset`, and then `step` with the answer `text`.
+    """Try an environment's `reset`, and then its `step` with the answer `text`.
 
-    is_copied: whether the result must be picklable, as in a run whose environments are in worker
-    processes.
-    Returns: the observation of `reset`, or None if `reset` raised; and the values of `Call.fate`,
-    `Call.text` and `Call.value`. The value is always 0.0, because the reward is not used.
+    is_copied: whether the result must be picklable, as in a run with worker processes.
+    Returns: the observation of `reset` (None if `reset` raised); and the values of `Call.fate`,
+    `Call.text` and `Call.value` (always 0.0).
     """
     begun = None
     try:
@@ -331,10 +322,9 @@ def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
 
 
 async def _scored_together(environment: Any, task: Task, text: str) -> tuple[Fate, str, float]:
-    """Try an environment's `score_group`: call it with two equal answers.
+    """Call an environment's `score_group` with two equal answers.
 
-    Returns: the values of `Call.fate`, `Call.text` and `Call.value`. The value is always 0.0,
-    because the score is not used.
+    Returns: the values of `Call.fate`, `Call.text` and `Call.value` (always 0.0).
     """
     try:
         async with closing(environment.close):

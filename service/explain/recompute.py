@@ -262,17 +262,15 @@ def explain_step(source: StepSource, *, replays: bool = False) -> Explanation:
 
 
 def _one_rank(config: Config, model: str) -> RankSettings:
-    """Return the run's trainer settings for one rank in this process.
-
-    The critic and the reward's reference model are left out. They only help to compute advantages,
-    which the journal already has.
-    """
+    """Return the run's trainer settings for one rank in this process."""
     has_gpu = config.trainer.device == "cuda" and torch.cuda.is_available()
     trainer = replace(
         config.trainer,
         num_ranks=1,
         device="cuda" if has_gpu else "cpu",
     )
+    # Leave out the critic and the reward's reference model. They only help to compute
+    # advantages, which the journal already has.
     algorithm = replace(
         config.algorithm,
         baseline=Baseline.NONE,
@@ -331,10 +329,8 @@ def _name(samples: Sequence[WeightedSample]) -> str:
 
 
 def _grad_norm(updates: Sequence[SplitGradient]) -> float:
-    """Return the mean of the updates' finite gradient norms; infinity if no norm is finite.
-
-    The step's record computes its norm in the same way, so that the two can be compared.
-    """
+    """Return the mean of the updates' finite gradient norms; infinity if no norm is finite."""
+    # The step's record computes its norm in the same way, so that the two can be compared.
     finite = [update.norm for update in updates if math.isfinite(update.norm)]
     return _mean(finite) if finite else math.inf
 
@@ -348,7 +344,7 @@ def _trajectories(
     """Return the contribution of each trajectory to the step's updates.
 
     named: for each update, the trajectories in the order of the update's `rows`.
-    own: `Contribution.own_share` by trajectory id; 1 for trajectories that are not in the mapping.
+    own: `Contribution.own_share` by trajectory id; 1 if the id is missing.
     """
     found: dict[str, tuple[TrajectoryEntry, list[tuple[GradientPart, float]]]] = {}
     for update, entries in zip(updates, named, strict=True):
@@ -409,12 +405,8 @@ def _contribution(
 ) -> Contribution:
     """Return the contribution of one trajectory, or of one group, to the step's updates.
 
-    Args:
-        entries: The trajectory, or the trained trajectories of the group.
-        parts: A pair (g, |G|) for each update that trained the entries. G is the update's gradient,
-            and g is the part of G that comes from the entries.
-        num_updates: Number of all updates of the step.
-        own_share: The value of `Contribution.own_share`.
+    entries: the trajectory, or the group's trained trajectories. num_updates: all updates.
+    parts: (g, |G|) for each update that trained the entries; g is their part of its gradient G.
     """
     return Contribution(
         entries=tuple(entries),

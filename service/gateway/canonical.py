@@ -1,9 +1,9 @@
 """Compute digests ("keys") of conversations, by which a session finds the turn to continue.
 
-Clients often change a conversation before they send it back. They drop or move reasoning, write the
-arguments of tool calls in another form, round numbers as JavaScript does, rename the ids of calls,
-or put bookkeeping into the system text. Conversations that differ only in these ways have equal
-keys, because each message is brought into a canonical form first.
+Clients often change a conversation before they send it back. They drop or move reasoning, rewrite
+the arguments of tool calls, round numbers as JavaScript does, rename the ids of calls, or put
+bookkeeping into the system text. Each message is brought into a canonical form first, so that these
+changes do not change the key.
 """
 
 from __future__ import annotations

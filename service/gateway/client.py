@@ -163,10 +163,7 @@ class _RemoteSessions:
 
 
 class _RemoteUploads:
-    """The gateway's `Uploads`, called remotely under the same method names.
-
-    `generate` is tried again if the gateway dies; any other method is tried once.
-    """
+    """The gateway's `Uploads`, called remotely; `generate` is tried again if the gateway dies."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway

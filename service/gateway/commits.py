@@ -1,13 +1,12 @@
 """Store the changes of all sessions: changes that arrive within 5 ms share one transaction.
 
-There is one transaction at a time, and a pause of 5 ms after each. Changes that arrive in the pause
-are written together. In the pause the supervisor can take the database's lock, to renew its lease
-and to store steps.
+There is one transaction at a time, and a pause of 5 ms after each. In the pause the supervisor can
+take the database's lock, to renew its lease and to store steps.
 
 Invariants: changes are stored in their order of arrival. A turn is durable before
-`GroupCommit.commit` returns. If `commit` raises, the client does not receive the turn; it is then
-not stored, or stored with the mark "unseen". An unseen turn is trained only if the client repeats
-the request and then receives the turn.
+`GroupCommit.commit` returns. If `commit` raises, the client does not receive the turn; the turn is
+not stored, or stored as "unseen". An unseen turn is trained only if the client repeats the request
+and then receives the turn.
 """
 
 from __future__ import annotations
@@ -136,10 +135,7 @@ class GroupCommit:
             self._writing = asyncio.create_task(self._write())
 
     async def _write(self) -> None:
-        """Write changes until the queue is empty.
-
-        LeaseLost and StoreError are not raised, but stored in `failure`.
-        """
+        """Write changes until the queue is empty; store LeaseLost and StoreError in `failure`."""
         batch: list[_Entry] = []
         try:
             while self._entries:

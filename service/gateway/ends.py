@@ -1,10 +1,8 @@
 """The rules by which sessions end, and by which an ended session becomes a trajectory.
 
 The rules decide the outcome, which turns are trained, and which of them gets the session's reward.
-By comparing texts, the rules find turns that only make a title for a conversation, and
-conversations that quote an earlier reply. The functions have no effects, except that `_is_quoting`
-stores its result in the node. Used by `service.gateway.session`, and by `service.gateway.sessions`
-for the trajectory.
+The rules compare texts to find turns that only make a title, and conversations that quote a reply.
+The functions have no effects, except that `_is_quoting` stores its result in the node.
 """
 
 from __future__ import annotations
@@ -141,11 +139,9 @@ def _is_ended_by(
 ) -> bool:
     """Return whether a refused request ended the session, and so decides the session's outcome.
 
-    The result is False if the agent later continued with a trained turn that is no title. It is
-    also False if the refused request does not belong to the rewarded conversation.
-
-    Args: counted: the trained turns. judged: the turn that gets the session's reward. named: the
-    number of the turn to which the client gave the reward; None if the client named no turn.
+    A request does not end the session if a later trained turn is not a title. A request outside the
+    rewarded conversation does not end the session either.
+    counted: the trained turns. judged: the rewarded turn. named: the number that the client gave.
     """
     if refusal.num_turns is None:
         return True
@@ -268,7 +264,8 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     This is the first of these turns that exists:
     1. The turn with the number `named`, to which the client gave the reward.
     2. The newest turn in a conversation that has several turns or quotes a sampled reply.
-    3. The newest turn that does not look like a request for a title, or the newest of all.
+    3. The newest turn, without those that look like a request for a title and have a shorter
+       prompt than the turn that they look like a title of.
 
     counted: the trained turns.
     """
@@ -278,8 +275,9 @@ def judged_of(tree: SessionTree, counted: Sequence[Node], named: int | None = No
     for node in reversed(counted):
         if _is_continuing(node, tree.nodes):
             return node
-    others = [node for node in counted if not _is_like_a_title(node, tree.nodes)] or counted
-    return others[-1] if others else None
+    newest = counted[-1] if counted else None
+    tasks = (n for n in reversed(counted) if not _is_like_a_title(n, tree.nodes, is_shorter=True))
+    return next(tasks, newest)
 
 
 def follows(tree: SessionTree, place: Place) -> int | None:
@@ -378,9 +376,9 @@ def _final_outcome(
 ) -> tuple[Outcome, str]:
     """Return a trajectory's outcome, and a text with the reason.
 
-    This is the session's outcome, or STALE if a version older than `oldest_version` sampled a
-    token. If the outcome is REWARD_ERROR because the reward is missing, it never becomes STALE.
+    STALE replaces the session's outcome if a version older than `oldest_version` sampled a token.
     """
+    # A session without its reward stays REWARD_ERROR.
     versions = trajectory.versions
     is_missing = end.outcome is Outcome.REWARD_ERROR and end.reward is None
     if versions is not None and versions[0] < oldest_version and not is_missing:
@@ -399,10 +397,7 @@ def _topics_of(nodes: Sequence[Node]) -> dict[str, list[Node]]:
 
 
 def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]]) -> bool:
-    """Return whether a turn only made a title for another conversation, which then continued.
-
-    topics: the result of `_topics_of`.
-    """
+    """Return whether a turn only made a title for another conversation, which then continued."""
     if not node.is_alone or _is_quoting(node, nodes) or _is_used(node, nodes):
         return False
     roots = (each for text in user_texts(node.turn.new_messages) for each in topics.get(text, ()))
@@ -415,10 +410,8 @@ def _is_title(node: Node, nodes: Sequence[Node], topics: Mapping[str, list[Node]
 def _starts_over(node: Node, root: Node) -> bool:
     """Return whether the conversation that begins with `root` takes up the task of the turn `node`.
 
-    Such a turn is not a request for the conversation's title. Either of these is enough:
-    - `root` has the same tools as the turn. Its prompt begins with the turn's messages, and ends
-      there or continues with an assistant message.
-    - An assistant message in the prompt of `root` quotes the turn's reply.
+    Such a turn did not ask for a title. Either `root` repeats the turn's tools and messages, or an
+    assistant message in the prompt of `root` quotes the turn's reply.
     """
     own, others = node.turn.new_messages, root.turn.new_messages
     if node.tools_key == root.tools_key and others[: len(own)] == own:
@@ -429,11 +422,11 @@ def _starts_over(node: Node, root: Node) -> bool:
     return PromptText(replies).quotes(node.reply)
 
 
-def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
+def _is_like_a_title(node: Node, nodes: Sequence[Node], *, is_shorter: bool = False) -> bool:
     """Return whether a turn looks like a request for a title of an earlier conversation.
 
-    Such a turn is a conversation of its own, without tools, and quotes no reply. Its messages
-    contain the first user text of the earlier conversation.
+    Such a turn quotes no reply, and contains the first user text of the earlier conversation.
+    is_shorter: whether its prompt must also be shorter than the first prompt of that conversation.
     """
     if not node.is_alone or _is_quoting(node, nodes):
         return False
@@ -442,6 +435,8 @@ def _is_like_a_title(node: Node, nodes: Sequence[Node]) -> bool:
     # A conversation that begins again with the same messages is another attempt at the task.
     if any(root.turn.new_messages == node.turn.new_messages for root in before):
         return False
+    if is_shorter:
+        before = [root for root in before if root.num_prompt_tokens > node.num_prompt_tokens]
     return any(text in asked for root in before for text in user_texts(root.turn.new_messages)[:1])
 
 
@@ -449,20 +444,20 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
     """Return whether the agent uses the turn's reply later, as it is.
 
     This is so if the reply is the whole content of a later message, a whole value in the arguments
-    of a later call, or the end or a JSON string of a tool's result. AutoGen writes a helper's name
-    before its reply, and Google's ADK writes `{"result": "..."}`.
+    of a later call, or the end of a tool's result, after a colon or a new line.
     """
     said = node.turn.reply.content.strip()
     later = nodes[node.turn.number + 1 :]
     messages = [m for each in later for m in (*each.turn.new_messages, each.turn.reply)]
     if not said or any(value == said for value in values_of(messages)):
         return bool(said)
-    written = json.dumps(said), json.dumps(said, ensure_ascii=False)
+    # AutoGen writes a helper's name before its reply, and Google's ADK writes {"result": "..."}.
+    ends = (said, f"{json.dumps(said)}}}", f"{json.dumps(said, ensure_ascii=False)}}}")
     results = (m.content.strip() for m in messages if m.role is Role.TOOL)
     return any(
-        any(form in text for form in written)
-        or (text.endswith(said) and not text[: -len(said)][-1:].isalnum())
+        text.endswith(end) and text[: -len(end)].rstrip(" ").endswith((":", "\n"))
         for text in results
+        for end in ends
     )
 
 

@@ -42,10 +42,7 @@ class SessionKeyCheck:
         self._check_key, self._callers = check_key, callers
 
     async def __call__(self, path: str, headers: Headers) -> Response | None:
-        """Return the answer that refuses a request, or None if the request's body may be read.
-
-        Raises: RunUnavailable.
-        """
+        """Return a request's refusal, or None if the body may be read. Raises: RunUnavailable."""
         try:
             await self._check(path, headers)
         except Refused as refused:

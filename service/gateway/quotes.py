@@ -16,6 +16,8 @@ from actors.environment.protocol import Message, Role
 
 # Characters of a prompt that are searched; a longer prompt is refused later.
 MOST_CHARACTERS = 1 << 21
+# Strings of a reply's JSON that are searched, and the characters that make a single word one.
+MOST_STRINGS, LONG = 16, 12
 
 
 class ReplyText:
@@ -34,15 +36,15 @@ class ReplyText:
     def texts(self) -> tuple[str, ...]:
         """The texts of the reply that a later prompt may quote; empty ones are left out.
 
-        They are the reply's content, the arguments of each call as clients print them, and the
-        strings in these arguments and in the content's JSON.
+        They are the reply's content, the arguments of each call as clients print them, the strings
+        in these arguments, and long strings in the content's JSON.
         """
         given = [json.loads(text) for _, _, text in self.message.call_texts]
         printed = (each for arguments in given for each in _printed(arguments))
-        trees = (*given, _json_in(self.message.content))
-        inner = (each for tree in trees for each in _strings(tree))
-        found = (each.strip() for each in (self.message.content, *printed, *inner))
-        return tuple(each for each in found if each and each != "{}")
+        inner = (each for arguments in given for each in _strings(arguments))
+        said = _long_strings(self.message.content)
+        found = (each.strip() for each in (self.message.content, *printed, *inner, *said))
+        return tuple(dict.fromkeys(each for each in found if each and each != "{}"))
 
     def was_given(self, text: str) -> bool:
         """Return whether a text was already in the reply's prompt.
@@ -100,26 +102,28 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
         yield from (arguments for _, _, arguments in message.call_texts)
 
 
-def _json_in(text: str) -> object:
-    """Return the JSON object or list in a text, also from a fenced block; None without one."""
+def _long_strings(text: str) -> list[str]:
+    """Return the longest strings of the JSON in a text; the JSON may be in a fenced block.
+
+    A string has several words or at least LONG characters: another prompt may have a shorter one
+    by chance.
+    """
     starts = [at for at in (text.find("{"), text.find("[")) if at >= 0]
-    if not starts:
-        return None
     with suppress(ValueError, RecursionError):
-        return json.loads(text[min(starts) : max(text.rfind("}"), text.rfind("]")) + 1])
-    return None
+        tree = json.loads(text[min(starts) : max(text.rfind("}"), text.rfind("]")) + 1])
+        long = {each for each in _strings(tree) if len(each) >= LONG or len(each.split()) > 1}
+        return sorted(long, key=len, reverse=True)[:MOST_STRINGS]
+    return []
 
 
 def _printed(arguments: object) -> tuple[str, ...]:
-    """Return a call's arguments as Python's and JavaScript's JSON have them, and as Python's repr.
-
-    Google's ADK shows a call of another agent with repr.
-    """
+    """Return a call's arguments in Python's and JavaScript's form of JSON, and as Python's repr."""
     compact = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     return (
         json.dumps(arguments, ensure_ascii=False),
         json.dumps(arguments),
         compact,
+        # Google's ADK shows a call of another agent with repr.
         repr(arguments),
     )
 

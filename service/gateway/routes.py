@@ -1,11 +1,11 @@
 """HTTP routes that create and end sessions, and through which agents sample turns.
 
 An agent may use any of several chat APIs (dialects), such as OpenAI's or Anthropic's. A turn is
-answered with one JSON body, or as a stream of the dialect's events if the client asks for a stream.
+answered with one JSON body or, on request, as a stream of the dialect's events.
 
 A stream begins when the turn is sampled, but at most one second after the request. Until the turn
-is sampled, the stream has only heartbeats; then all events of the turn follow. An error before the
-stream begins gets its own HTTP status, and a later error becomes an event.
+is sampled, the stream has only heartbeats. An error before the stream begins gets its own HTTP
+status, and a later error becomes an event.
 """
 
 from __future__ import annotations
@@ -316,10 +316,7 @@ def _add_agents_route(
     summary: str,
     description: dict[str, Any],
 ) -> None:
-    """Add a route for agents twice: at `/sessions/NAME` followed by `path`, and at `path` alone.
-
-    A request to `path` alone names the session in a header, or by the session's key.
-    """
+    """Add a route for agents twice: at `/sessions/NAME` followed by `path`, and at `path` alone."""
 
     async def bound(request: Request, name: str) -> Response:
         return await answer(request, name)
@@ -453,10 +450,7 @@ async def _read_call(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[ChatCall, AnswerStyle]:
-    """Read a request for a turn, and the form in which the client wants the answer.
-
-    defaults: values for parameters that the body leaves out.
-    """
+    """Read a request for a turn, and the form in which the client wants the answer."""
     key = sent_key(request.headers)
     # Do not use `body()`, which keeps the body as long as the request: a turn may take minutes.
     body = await _parsed(b"".join([part async for part in request.stream()]))

@@ -214,13 +214,15 @@ class Sampler:
         A name is the field `name` of a message. Names of tool results are kept.
 
         Raises: Refused if `sessions.unsupported` is "refuse" and the template would not show two
-            different names of system messages, or of user messages. A single name is counted as
-            ignored. An empty name, or a name equal to the role, does not count.
+            different names of system messages, or several speakers among user messages. A single
+            name is counted as ignored.
         """
         template = self._renderer.under(request.template_options).template
         messages, ignored = list(request.messages), request.ignored
-        names = {(m.role, m.name.casefold()) for m in messages if m.name not in (None, "", m.role)}
-        roles = [role for role, _ in names]
+        # A user without a name, or with the role's name, is another speaker than one with a name.
+        speakers = {(m.role, (m.name or m.role).casefold()) for m in messages}
+        speakers -= {(Role.SYSTEM, Role.SYSTEM)}
+        roles = [role for role, _ in speakers]
         for number, message in enumerate(messages):
             name, role = message.name, message.role
             if name is None or role is Role.TOOL or template.shows_author(role):
@@ -232,9 +234,9 @@ class Sampler:
                 where = f"messages[{number}].name"
                 raise Refused(
                     RefusalCode.UNSUPPORTED_PARAMETER,
-                    f"{where}: got {shown(name)!r} and another name, but the model's chat template "
-                    f"does not show the names of messages of role {role}; write the names into "
-                    "the texts, remove them, or set sessions.unsupported: ignore",
+                    f"{where}: got {shown(name)!r} and another speaker, but the model's chat "
+                    f"template does not show the names of messages of role {role}; write the names "
+                    "into the texts, remove them, or set sessions.unsupported: ignore",
                     param=where,
                 )
             ignored = (*request.ignored, "messages.name")
@@ -275,12 +277,9 @@ class Sampler:
             ) from error
 
     def _num_too_many(self, place: Place) -> int:
-        """Return the number of characters of the new messages if they are too many for the context.
-
-        Return 0 if the messages may fit. The messages are not tokenized for this check, because
-        tokenizing very long messages would delay all other sessions.
-        """
+        """Return the new messages' number of characters if they cannot fit the context; else 0."""
         messages = place.new_messages
+        # Not tokenized: tokenizing very long messages would delay all other sessions.
         num_characters = sum(len(each.content) + len(each.reasoning or "") for each in messages)
         longest = self._renderer.longest_token * MOST_CHARACTERS_FACTOR
         return num_characters if num_characters > self._max_context_tokens * longest else 0
@@ -444,14 +443,9 @@ def _as_message(
 ) -> tuple[Message, bool, str]:
     """Return the message for the client, whether the reply is malformed, and the stop string.
 
-    If the text contains a string of `stop`, the message ends before this stop string and has no
-    calls. The returned stop string is empty if the text contains none.
-
-    A reply is malformed in two cases:
-    - A tool call cannot be parsed, or its arguments are not a JSON object. The message then has the
-      text as it was sampled, and no calls.
-    - A tool call names an undeclared tool. The message then has all calls.
-
+    The message ends before the first string of `stop`, and then has no calls. If the text has no
+    such string, the returned stop string is empty. A reply is malformed if a tool call cannot be
+    parsed, has arguments that are not a JSON object, or names an undeclared tool.
     text: the decoded reply, without its end tokens.
     """
     if parsed is None:

@@ -1,13 +1,9 @@
 """A session in memory: its agent's turns, and the rules by which it changes.
 
 Everything that happens to a session is a `Change`. `Session.apply` makes the change in memory, and
-`service.store.sessions` makes the same change in the database, so that a session that is loaded
-from the database has the same state. Only this file writes a session's fields.
-
-A claim, an end and a late reward are stored first, and then applied in memory. All other changes
-are applied in memory first, and then stored. A client receives a turn only after the turn is
-stored. A session ends once; a repeated request to end it waits for the first request.
-`service.gateway.sessions` makes and calls sessions.
+`service.store.sessions` makes the same change in the database. Only this file writes a session's
+fields. A claim, an end and a late reward are stored before they are applied in memory; all other
+changes are stored afterwards. A client receives a turn only after the turn is stored.
 """
 
 from __future__ import annotations
@@ -179,10 +175,7 @@ class Session:
         self._metrics.commit_seconds.observe(time.monotonic() - began)
 
     def _see(self, number: int) -> Coroutine[Any, Any, None]:
-        """Mark an unseen turn as seen, because a client gets it now.
-
-        The mark is set in memory at once. The returned coroutine stores it.
-        """
+        """Mark an unseen turn as seen in memory at once; the returned coroutine stores the mark."""
         change = self._marked(number, is_unseen=False)
         self.apply(change)
         return self._commit(change)
@@ -537,7 +530,7 @@ class Session:
     async def _end(self, end: SessionEnd, *, is_stated: bool = False) -> None:
         """End the session, or wait if an equal request is ending it.
 
-        is_stated: whether the client states the outcome. If not, it is derived from the turns.
+        is_stated: whether the client states the outcome; otherwise the turns determine it.
         """
         await self._store_once(end.digest, self._cancel_and_end(end, is_stated=is_stated))
 
@@ -557,8 +550,8 @@ class Session:
     async def _store_once(self, digest: str, work: Coroutine[Any, Any, None]) -> None:
         """Run the work that stores an end or a late reward, or wait if equal work is in progress.
 
-        digest: the digest of the client's `Finish`; empty for a discard or a time limit. Equal work
-        has the same digest. Raises: Refused if different work is in progress; errors of `work`.
+        digest: the digest of the client's `Finish`; empty for a discard or a time limit.
+        Raises: Refused if work with another digest is in progress; errors of `work`.
         """
         ending = self._ending
         if ending is not None:

@@ -1,12 +1,11 @@
 """The gateway of a run: the sessions of its external agents, and the Ray actor that serves them.
 
-Invariants: the state of a session in memory equals its state in the store, so that another gateway
-can continue after a kill; a trajectory has every turn that a client may have seen, exactly once.
-Only sessions in use stay in memory. Tokenising and hashing run in a thread.
+Invariants: a session has the same state in memory and in the store, so that another gateway can
+continue after a kill. A trajectory has every turn that a client may have seen, exactly once. Only
+sessions in use stay in memory.
 
-`Sessions` finds the session that a call names, checks the call's key, and calls the `Session`
-(module `session`). A session samples its turns (`sampling`), finds the turn that a request
-continues (`tree`), stores its changes (`commits`), and ends by the rules in `ends`.
+`Sessions` finds the session that a call names, and checks the call's key. The module `session` does
+the rest.
 """
 
 from __future__ import annotations
@@ -378,11 +377,9 @@ class Sessions:
         return session
 
     async def _of_key(self, name: str, key_digest: str, *, wanted: str) -> Session:
-        """Return a session after checking that the caller sent the session's agent or reward key.
+        """Return a session if the caller sent the right one of the session's two keys.
 
-        wanted: the key that the call needs, "agent" or "reward". An unknown session and a wrong key
-        get the same error, so that a caller without a key does not learn whether the session
-        exists.
+        wanted: "agent" or "reward". Raises: Refused.
         """
         if key_digest == NO_KEY:
             raise Refused(
@@ -397,6 +394,7 @@ class Sessions:
         keys = session.stored.keys
         own, other = (keys.agent, keys.reward) if wanted == "agent" else (keys.reward, keys.agent)
         is_own = hmac.compare_digest(own, key_digest)
+        # The error of an unknown session, so that it does not show that this session exists.
         if not is_own and not hmac.compare_digest(other, key_digest):
             raise unknown_session(name)
         if self._keys.is_revoked(session.stored.key_name):

@@ -1,11 +1,9 @@
 """A session's turns as a tree: find the turn that a new request continues.
 
 The tree finds this turn by digests ("keys") of the request's conversation (`canonical`). The prompt
-consists of the token ids of the turn that the request continues and the ids of the request's new
-messages. Earlier messages in the prompt are the tree's own copies, not the client's. To save
-memory, the tree keeps for each turn only the messages and ids that the turn added. The tree can be
-rebuilt by adding the stored turns in their order. `service.gateway.ends` makes the training samples
-from the tree.
+is the token ids of this turn, then the ids of the request's new messages. Earlier messages in the
+prompt are the tree's own copies, not the client's. For each turn, the tree keeps only the messages
+and ids that the turn added. The tree can be rebuilt by adding the stored turns in their order.
 """
 
 from __future__ import annotations
@@ -359,13 +357,9 @@ class SessionTree:
 
     @staticmethod
     def _is_another(node: Node, idempotency_key: str) -> bool:
-        """Return whether a request that is marked as a retry still needs a new turn, not `node`.
-
-        There are two cases:
-        - A later turn's conversation contains the reply of `node`: the client received the reply.
-        - The request has an idempotency key, and the request of `node` had another key or none.
-        """
+        """Return whether a request that is marked as a retry still needs a new turn, not `node`."""
         own = node.turn.idempotency_key
+        # If `node` is continued, a client has received the reply of `node`.
         return node.is_continued or (bool(idempotency_key) and idempotency_key != own)
 
     def number_of(self, request_id: str) -> int | None:
@@ -391,12 +385,11 @@ class SessionTree:
         )
 
     def _deepest(self, links: Sequence[Link], *, tools: bytes | None = None) -> list[Node]:
-        """Find a conversation's newest reply by this session; return all turns with this reply.
+        """Return the turns that sampled a conversation's newest reply by this session.
 
-        There are several turns if this session sampled the same reply more than once after the same
-        messages. The list is empty if the conversation has no reply of this session.
+        There are several if this session sampled the same reply again after the same messages.
         links: the digests of the conversation's messages, oldest first. tools: a digest of tools;
-        turns with other tools are ignored. None: no turn is ignored.
+        turns with other tools are ignored.
         """
         for link in reversed(links):
             known = self._sampled.get(link.key, ())
@@ -409,15 +402,14 @@ class SessionTree:
     ) -> tuple[Message, ...]:
         """Return a request's new messages, each replaced by the tree's copy if the tree has one.
 
-        The client's message may differ from the copy, for example in the ids of tool calls. If the
-        tree has several copies that differ, the client's message is returned. The answer to a tool
-        call gets the id and the name that the call has in the tree.
+        The copy may differ from the client's message, for example in the ids of tool calls.
         parent: the turn that the messages follow; None at the start of a conversation.
         """
         path = [] if parent is None else [*parent.path()]
         calls = [call for node in reversed(path) for call in node.calls]
         found = []
         for message, link in zip(messages, links, strict=True):
+            # If the tree's copies differ from each other, the client's message stays.
             own = self._copies.get(link.key) or message
             if link.answers is not None:
                 call_id, name = calls[link.answers]
@@ -500,10 +492,7 @@ def _num_instructions(named: Node, history: tuple[Message, ...]) -> int:
 def _is_instructed(request: ChatRequest, named: Node | None) -> bool:
     """Return whether a new conversation starts with a message made from the field `instructions`.
 
-    `request` is the first request of the conversation. The first rule that fits decides:
-    1. The request has the field: True if the field has text.
-    2. The request gives the id of an earlier turn, `named`: `named.is_instructed`.
-    3. Otherwise: False.
+    If the request lacks the field, the earlier turn `named`, whose id the request gives, decides.
     """
     if request.instructions is None:
         return named is not None and named.is_instructed
@@ -528,19 +517,16 @@ def _choose_parent(nodes: list[Node], messages: Sequence[Message]) -> Node | Non
     """Choose, among turns with equal texts, the turn that a client continues; None if ambiguous.
 
     Three filters narrow the choice. A filter that would remove all turns is skipped.
-    1. The tool calls in `messages` have the ids that the turn gave to these calls.
-    2. The reasoning in `messages` is the turn's reasoning, or there is none in `messages`.
+    1. The tool calls in the client's `messages` have the ids that the turn gave to these calls.
+    2. The reasoning in `messages` is the turn's reasoning, or is missing.
     3. A client received the turn's reply.
-    Filters 1 and 2 also test the earlier turns of a candidate's conversation, except the turns that
-    all candidates share. If all remaining candidates have the same token ids, return the newest;
-    otherwise the choice is ambiguous.
-
-    messages: the conversation that the client sent.
+    If all remaining turns have the same token ids, the newest is returned.
     """
     if len(nodes) < 2:
         return nodes[0] if nodes else None
     paths = [{id(node): node for node in end.path()} for end in nodes]
     shared = set.intersection(*(set(path) for path in paths))
+    # These filters also test a candidate's earlier turns, except turns that all candidates share.
     for agrees in (_has_same_ids, _has_same_reasoning):
         agreeing = [
             end

@@ -1,9 +1,8 @@
 """The bodies of uploaded trajectories and of token-in, token-out requests, JSON or MessagePack.
 
-msgspec reads both formats by one definition. Pydantic would take many times as long, because a
-trajectory has three columns of thousands of numbers. A column is either a list of numbers or a
-packed array: the type and the little-endian bytes, which JSON has as base64. Unknown fields are
-refused.
+msgspec reads both formats by one definition, many times faster than Pydantic. A column is either a
+list of numbers or a packed array: the type and the little-endian bytes, which JSON has as base64.
+Unknown fields are refused.
 """
 
 from __future__ import annotations

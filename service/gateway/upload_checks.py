@@ -108,18 +108,16 @@ def _check_order(samples: Sequence[Sample]) -> None:
         raise Violation(
             Fault.INVALID_TURNS,
             ["samples"],
-            f"the turns' indices are wrong, expected 0 to {len(indices) - 1}, each once, ascending "
-            "within a sample and from one sample's first turn to the next one's; leave all out if "
-            "the turns are listed in the order of play",
+            f"the turns have the indices {indices!r:.80}, expected each of 0 to {len(indices) - 1} "
+            "once, ascending within a sample, and the samples ordered by the index of their first "
+            "turn; leave every index out if the turns are listed in the order of play",
         )
 
 
 def _check_duplicates(samples: Sequence[Sample]) -> None:
     """Check that no sampled token is trained in two samples. Raises: Violation.
 
-    Two samples may contain the same turn, but only one of them may train it. Turns with equal
-    tokens after equal prompts are two different turns if their log-probabilities differ
-    (`_are_one`).
+    Two samples may contain the same turn (`_are_one`), but only one of them may train it.
     """
     ends = sorted({turn.end for each in samples for turn in each.turns})
     seen: dict[bytes, list[tuple[int, TurnSpan | None]]] = {}
@@ -141,11 +139,11 @@ def _check_duplicates(samples: Sequence[Sample]) -> None:
                     raise Violation(
                         Fault.DUPLICATE_TURN,
                         ["samples", number],
-                        f"sample {number} trains tokens of the turn from {turn.start} to "
-                        f"{turn.end} that sample {other} trains too, with the same prompt, ids and "
-                        "log-probabilities; expected each sampled turn in one sample; remove the "
-                        "turn from `turns` of the later sample, and give its tokens mask 0 and "
-                        "log-probability 0, like the rest of the prompt",
+                        f"samples {other} and {number} train the same turn (tokens {turn.start} to "
+                        f"{turn.end}; prompt, ids and log-probabilities are equal); expected each "
+                        "sampled turn in one sample; remove the turn from `turns` of the later "
+                        "sample, and give its tokens mask 0 and log-probability 0, like the rest "
+                        "of the prompt",
                     )
             known.append((number, own))
 
@@ -159,8 +157,7 @@ def _is_inside(turns: Sequence[TurnSpan], position: int) -> bool:
 def _are_one(left: Sample, right: Sample, turn: TurnSpan) -> bool:
     """Return whether a turn in two samples is the same turn, not two turns with equal token ids.
 
-    The log-probabilities must be equal for every token of the turn that both samples train. Return
-    False if there is no such token.
+    The turn is the same if the tokens that both samples train have equal log-probabilities.
     """
     versions = left.versions[turn.tokens], right.versions[turn.tokens]
     trained = (versions[0] != NO_VERSION) & (versions[1] != NO_VERSION)
@@ -259,9 +256,8 @@ def _sums_of_tokens(samples: Sequence[Sample]) -> list[float] | None:
 def _branched(sample: Sample, earlier: Sequence[Sample], stated: BranchReason | None) -> Sample:
     """Return a copy of a sample with its parent, the earlier sample from which it branches off.
 
-    The parent is the earlier sample that agrees longest with this sample's prompt; if two agree
-    equally long, the newer one. Only tokens that existed before this sample's first turn are
-    compared. `SampleBuilder` has the same rule.
+    The parent agrees longest with the sample's prompt; of equals, the newer, as in `SampleBuilder`.
+    Only tokens that existed before the sample's first turn are compared.
     stated: the client's reason for the branch; None derives the reason from the token ids.
     """
     if not earlier:

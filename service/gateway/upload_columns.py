@@ -266,10 +266,7 @@ def _expert_indices(value: list[list[list[int]]] | Packed, fail: Fail) -> NDArra
 def _integers(
     value: list[int] | Packed, name: str, length: int | None, fail: Fail, *, dtype: str = "<i4"
 ) -> NDArray[np.int32]:
-    """Return a column of whole numbers as [T] int32.
-
-    length: the expected T; None: any T. dtype: the type that a packed column must have.
-    """
+    """Return a column of `length` whole numbers (None: any number of them) as [T] int32."""
     if isinstance(value, Packed):
         if value.dtype != dtype or value.shape is not None:
             raise fail(Fault.WRONG_TYPE, name, _wrong_type(value, dtype))

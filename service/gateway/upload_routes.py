@@ -1,11 +1,9 @@
 """The HTTP routes for clients that run their own agent loop.
 
-A client sends token ids to sample from the policy, and uploads trajectories to train on.
-
-A whole upload is checked before any part is stored. The answer has a result for each trajectory:
-accepted, duplicate or rejected. A complete group is submitted for training before the answer. If
-the submission is refused, the trajectories stay stored. The client then repeats the upload: the
-trajectories now count as duplicates, and the group is submitted.
+A client sends token ids to sample from the policy, and uploads trajectories to train on. A whole
+upload is checked before any part is stored. Each trajectory's result is accepted, duplicate or
+rejected. A complete group is submitted for training before the answer. If the submission is
+refused, the client repeats the upload; the stored trajectories then count as duplicates.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from pydantic import Field
 
 from actors.environment.policy import GenerateReply, GenerateRequest
 from actors.environment.settings import RolloutSettings
+from actors.policy_age import oldest_version
 from service.access.keys import Caller
 from service.api.bodies import THREAD_BYTES
 from service.api.callers import caller_of
@@ -129,10 +128,8 @@ class UploadAnswer(StrictBody):
 
 
 def _either_format(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the OpenAPI description of a request body that is either JSON or MessagePack.
-
-    FastAPI cannot derive the description, because the body's type is a `msgspec.Struct`.
-    """
+    """Return the OpenAPI description of a request body that is either JSON or MessagePack."""
+    # FastAPI cannot derive the description, because the body's type is a `msgspec.Struct`.
     (reference,), definitions = msgspec.json.schema_components([kind])
     schema = _inlined(reference, definitions)
     content = {media_type: {"schema": schema} for media_type in ("application/json", MSGPACK)}
@@ -239,7 +236,9 @@ def _add_lookups(app: FastAPI, run: RunPort, port: Uploads, settings: HttpSettin
             max_context_tokens=facts.max_context_tokens,
             temperature=facts.temperature,
             policy_version=version,
-            oldest_version=max(0, version - settings.algorithm.max_policy_age),
+            oldest_version=max(
+                0, oldest_version(version, settings.algorithm.max_policy_age, facts.republished)
+            ),
         )
 
 
@@ -337,8 +336,7 @@ def _group_policies(body: UploadBody, settings: HttpSettings, caller: Caller) ->
 def _problem(found: Sequence[tuple[Violation, tuple[int | str, ...]]]) -> Problem:
     """Return an HTTP error (422) that lists all violations found in a request's body.
 
-    found: each violation with the position of the faulty trajectory, such as ("trajectories", 3),
-    or () for a body without trajectories.
+    found: each violation with its trajectory's position, such as ("trajectories", 3), or with ().
     """
     errors = [
         {

@@ -1,10 +1,8 @@
 """Store uploaded trajectories, and return them as rollouts when their groups are admitted.
 
-The module also samples turns for agent loops that render their own prompts; such turns are not
-stored.
-
-Invariants: an accepted trajectory is stored before the answer; a delivered trajectory is read from
-the store, so that another gateway can deliver it again after a crash.
+Turns for agent loops that render their own prompts are sampled, but not stored. Invariants: an
+accepted trajectory is stored before the answer. A delivered trajectory is read from the store, so
+that another gateway can deliver it again after a crash.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class Uploads:
 
     async def policy_facts(self) -> PolicyFacts:
         """Return the facts about the policy (vocabulary, context) by which uploads are checked."""
-        return self._facts
+        return replace(self._facts, republished=self.republished)
 
     async def generate(self, request: GenerateRequest, key_name: str) -> GenerateReply:
         """Sample the tokens that follow a prompt. Raises: Refused.

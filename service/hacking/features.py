@@ -1,12 +1,11 @@
 """Describe one step's trajectories as columns of numbers, computed only from the journal.
 
-No tokenizer is needed: lengths, repetition and copying are counted in tokens. The columns are
-small, because the audit keeps the columns of the newest hundred steps. Called by the recorder of a
-run, through `hacking_watch`, and by `rayloom inspect --hacking`.
+Lengths, repetition and copying are counted in tokens, without a tokenizer. The columns are small,
+because the audit keeps those of the newest hundred steps.
 
 A pattern marks the trajectories that show it. A `Window` compares the share of marked trajectories
-in the newest steps with their share in the earlier steps. It also compares the reward of marked
-trajectories with the reward of unmarked trajectories of the same group.
+in the newest steps with their share in the earlier steps. It also compares the reward of marked and
+unmarked trajectories of the same group.
 """
 
 from __future__ import annotations
@@ -109,17 +108,14 @@ def step_features(step: JournalStep) -> tuple[StepFeatures, ...]:
 
 
 def _bounded(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return a sample of the trajectories, which consists of whole groups.
-
-    It has at most MAX_TRAJECTORIES trajectories, except if its first group is larger. A hash of the
-    group ids orders the groups, so that the sample is the same each time.
-    """
+    """Return whole groups with at most MAX_TRAJECTORIES trajectories, or one larger group."""
     if len(trajectories) <= MAX_TRAJECTORIES:
         return list(trajectories)
     groups: dict[str, list[Trajectory]] = {}
     for each in trajectories:
         groups.setdefault(each.group_id, []).append(each)
     kept: list[Trajectory] = []
+    # The groups are ordered by a hash, so that the choice is the same each time.
     for group_id in sorted(groups, key=derived_seed):
         if kept and len(kept) + len(groups[group_id]) > MAX_TRAJECTORIES:
             break
@@ -191,16 +187,13 @@ def _answer_code(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> int:
 
 
 def _stop_token(last: Sequence[TurnSpan | None], sampled: Sequence[Sequence[TokenIds]]) -> int:
-    """Return the most frequent last token of the answers with the finish reason STOP, or -1.
-
-    A stop string can end an answer after a single token of ordinary text. Answers of one token
-    therefore count only if no answer is longer.
-    """
+    """Return the most frequent last token of the answers with the finish reason STOP, or -1."""
     ended = [
         parts[-1]
         for turn, parts in zip(last, sampled, strict=True)
         if turn is not None and turn.finish_reason is FinishReason.STOP and parts[-1].size
     ]
+    # A stop string may end an answer after one ordinary token. Prefer longer answers.
     counts = Counter(int(each[-1]) for each in [e for e in ended if e.size > 1] or ended)
     return max(counts, key=counts.__getitem__, default=-1)
 
@@ -249,8 +242,7 @@ def _copied(trajectory: Trajectory, sampled: Sequence[TokenIds]) -> float:
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
     """Return, by name, each reward component's value for each trajectory, [N].
 
-    The value is the sum over the trajectory's turns; NaN if no turn has the component. Long names
-    are cut, and only the first MAX_COMPONENTS names are kept, as in the step's record.
+    The value is the sum over the trajectory's turns; NaN if no turn has the component.
     """
     found: dict[str, Floats] = {}
     for number, trajectory in enumerate(trajectories):
@@ -260,16 +252,14 @@ def _components(trajectories: Sequence[Trajectory]) -> dict[str, Floats]:
                     name[:MAX_COMPONENT_NAME], np.full(len(trajectories), np.nan)
                 )
                 column[number] = value + (0.0 if np.isnan(column[number]) else column[number])
+    # As in the step's record, long names were cut, and only the first names are kept.
     return {name: found[name] for name in sorted(found)[:MAX_COMPONENTS]}
 
 
 def _num_missing(trajectories: Sequence[Trajectory]) -> int:
     """Return how many members of the groups have no trajectory, in all groups together.
 
-    Members are numbered from 0, so a gap in the numbers is a missing member. If more than half of
-    the groups have the same size, all smaller groups are assumed to have lost their last members.
-    Examples: a group with the members 0, 1 and 4 misses two members. If most groups have five
-    members, a group with the members 0 and 1 misses three.
+    Example: a group with the members 0, 1 and 4 misses two members.
     """
     members: dict[str, set[int]] = {}
     for each in trajectories:
@@ -278,6 +268,7 @@ def _num_missing(trajectories: Sequence[Trajectory]) -> int:
             members.setdefault(each.group_id, set()).add(int(member))
     sizes = Counter(max(found) + 1 for found in members.values())
     most_frequent = max(sizes, key=sizes.__getitem__, default=0)
+    # If most groups have one size, assume that smaller groups lost their last members.
     usual = most_frequent if 2 * sizes[most_frequent] > len(members) else 0
     return sum(max(usual, max(found) + 1) - len(found) for found in members.values())
 

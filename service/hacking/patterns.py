@@ -70,10 +70,10 @@ NUM_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A rise of the share of trajectories that show a pattern.
+    """A rise of the share of trajectories that show a pattern, from `before` to `now`.
 
-    mark: [N], whether a trajectory shows the pattern and counts in the share. before, now: the
-    share in the earlier and in the newest steps. onset: the step in which the rise began.
+    mark: [N], which of the counted trajectories show the pattern. onset: the first step of the
+    rise.
     """
 
     mark: Bools
@@ -105,10 +105,8 @@ def _rise(
     min_rise: float = MIN_RISE,
     before: float | None = None,
 ) -> _Seen | None:
-    """Return how the share of trajectories that show a pattern rose; None without a clear rise.
+    """Return the rise of the share of trajectories that show a pattern; None if it is not clear.
 
-    The share in the newest steps must be at least `min_share`. It must exceed the earlier share by
-    at least `min_rise`, and by more than the noise.
     Args: mark: which trajectories show the pattern. among: which trajectories count at all. before:
     the earlier share; None uses the median of the earlier steps.
     """
@@ -132,9 +130,7 @@ def _rise(
 def _pays(window: Window, gains: Floats | None) -> bool:
     """Return whether trajectories that show a pattern clearly earn more than the others.
 
-    The mean gain must be large in relation to the range of returns and to its standard error.
-    gains: how much more these trajectories earn in each group; None if too few groups contain both
-    kinds of trajectories.
+    gains: how much more they earn in each group; None if too few groups have both kinds.
     """
     if gains is None:
         return False
@@ -145,8 +141,7 @@ def _pays(window: Window, gains: Floats | None) -> bool:
 def _earns_more_than_before(window: Window, mark: Bools) -> bool:
     """Return whether the newest marked trajectories earn more than all trajectories did earlier.
 
-    This replaces `_pays` if too few of the newest trajectories are unmarked. Use it only for a
-    pattern that no honest trajectory shows.
+    Use it only for a pattern that is never honest, if `_pays` has too few unmarked trajectories.
     """
     now = window.recent_mean(window.reward, mark & window.is_graded)
     before, _ = _reward_before_and_now(window)
@@ -159,10 +154,9 @@ def _reward_before_and_now(window: Window) -> tuple[float, float]:
 
 
 def _share(window: Window, kind: Kind, seen: _Seen, what: str, *, rest: str = "") -> Finding:
-    """Make a finding whose text states the share of trajectories that show a pattern.
+    """Return a finding that states the share of trajectories with a pattern, now and before.
 
-    what: the predicate of the sentence, such as "say the same over and over". rest: the end of the
-    sentence.
+    what: the predicate of the sentence, such as "say the same over and over". rest: the end.
     """
     text = f"{_percent(seen.now)} of the trajectories {what}, {_percent(seen.before)} before{rest}"
     return _finding(window, kind, seen, text)
@@ -189,10 +183,7 @@ def _finding(window: Window, kind: Kind, seen: _Seen, text: str) -> Finding:
 
 
 def _examples(window: Window, mark: Bools) -> tuple[str, ...]:
-    """Return ids of marked trajectories of the newest steps, at most one of each group.
-
-    The highest rewards come first.
-    """
+    """Return ids of the newest marked trajectories, at most one of each group, the best first."""
     chosen = np.flatnonzero(mark & window.is_recent)
     ids = [name for each in window.steps for name in each.ids]
     found: dict[int, str] = {}
@@ -242,10 +233,9 @@ def _equal_answers(window: Window) -> Finding | None:
 
 
 def _most_frequent(answers: Ints, tasks: Ints, among: Bools) -> tuple[int | None, int, float]:
-    """Find the answer that was given to the largest number of different tasks.
+    """Return the answer to the most tasks, the number of these tasks, and the answer's share.
 
-    Return its code, the number of these tasks, and the share of trajectories that gave it. Only the
-    trajectories in `among` count.
+    The answer is a code, or None. The share is of the trajectories in `among`.
     """
     if not among.any():
         return None, 0, 0.0
@@ -275,11 +265,9 @@ def _malformed_paid(window: Window) -> Finding | None:
 
 
 def _marked_and_paid(window: Window, kind: Kind, mark: Bools, what: str) -> Finding | None:
-    """Return a finding if a pattern became more frequent and pays.
-
-    A pattern that does not pay may be honest. what: see `_share`.
-    """
+    """Return a finding if a pattern became more frequent and pays. what: see `_share`."""
     seen, gains = _rise(window, mark, window.is_graded), window.gains(mark)
+    # A pattern that does not pay may be honest.
     if seen is None or not _pays(window, gains):
         return None
     return _share(window, kind, seen, what, rest=f"; {_beside(gains)}")
@@ -365,9 +353,7 @@ def _range(window: Window, name: str) -> float:
 def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None:
     """Return how far a reward component's mean fell, as a share of `width`, and its earlier mean.
 
-    Return None if the mean did not fall by more than the noise. The newest mean is compared with
-    all earlier steps, and if that shows no fall, with the last LATELY_STEPS earlier steps. The
-    second comparison finds the fall of a component that first rose and then fell.
+    Return None if the mean did not fall by more than the noise.
     """
     values = window.component(name)
     known = ~np.isnan(values) & window.is_graded
@@ -375,6 +361,7 @@ def _fall(window: Window, name: str, width: float) -> tuple[float, float] | None
         return None
     earlier, now = window.means(values, known)[:-RECENT_STEPS], window.recent_mean(values, known)
     lately, _ = usual(earlier[-LATELY_STEPS:])
+    # The last LATELY_STEPS show the fall of a component that first rose and then fell.
     for was, spread in (usual(earlier), (lately, noise(earlier))):
         if was - now >= max(MIN_FALL * width, NUM_SPREADS * spread / RECENT_STEPS**0.5):
             return (was - now) / width, was
@@ -398,8 +385,7 @@ def _component_excess(window: Window) -> Finding | None:
 def _failures(window: Window) -> Finding | None:
     """Return a finding if rollouts fail more often while low rewards become rarer.
 
-    Failed rollouts do not count in the mean reward. The mean therefore rises if rollouts fail that
-    would otherwise get a low reward.
+    The mean reward leaves out failed rollouts, so it rises if low rewards become failures.
     """
     totals = window.num_rollouts
     cut_off = np.bincount(window.place[~window.is_graded], minlength=len(window.steps))
@@ -443,15 +429,13 @@ def _failures(window: Window) -> Finding | None:
 def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
     """Return whether the additional failed rollouts seem to have replaced low rewards.
 
-    The share of low rewards among graded trajectories must have fallen by at least FROM_BOTTOM
-    times the expected fall, and by more than chance explains.
     failed: how much the share of failed rollouts has increased.
-    Example of the expected fall: with failed=0.1, 30 low rewards of 100 become 20 of 90
     """
     values = is_low.astype(np.float64)
     before, _ = usual(window.means(values, window.is_graded)[:-RECENT_STEPS])
     now = window.recent_mean(values, window.is_graded)
     number = int((window.is_graded & window.is_recent).sum())
+    # Example: if failed=0.1 replaces only low rewards, 30 low rewards of 100 become 20 of 90.
     expected = before - max(0.0, before - failed) / (1 - failed)
     chance = (before * (1 - before) / max(number, 1)) ** 0.5
     return before - now >= max(FROM_BOTTOM * expected, GAIN_ERRORS * chance)
@@ -460,8 +444,7 @@ def _is_rarer(window: Window, is_low: Bools, *, failed: float) -> bool:
 def _growth_of_all(window: Window, mark: Bools) -> float:
     """Return how much the share of marked trajectories has grown; negative if the share fell.
 
-    The share is the number of graded trajectories with a mark, divided by the number of all
-    rollouts, including failed rollouts.
+    The share is that of marked and graded trajectories in all rollouts, also the failed ones.
     """
     totals = window.num_rollouts
     counts = np.bincount(window.place[mark & window.is_graded], minlength=len(window.steps))

@@ -1,11 +1,9 @@
 """Audit a run's journal for reward hacking, during or after the run, and describe the findings.
 
-Used by `rayloom inspect --hacking`, and by a run's recorder, which audits each stored step. If the
-run is resumed, the recorder first reads the earlier steps and records.
-
-`hacking.jsonl` in a run's directory has the audit's records, one in each line: findings, and the
-verdicts of the user's second verifier. The recorder writes this file. Only the newest verdicts are
-kept. Verdicts must be stored, because the user may change the verifier; everything else can be
+`rayloom inspect --hacking` uses this module. So does a run's recorder, which audits each stored
+step (after a resume, it first reads the earlier steps). The recorder writes `hacking.jsonl` in the
+run's directory, one record in each line: findings, and the newest verdicts of the user's second
+verifier. Verdicts must be stored, because the user may change the verifier; everything else can be
 computed again from the journal.
 """
 

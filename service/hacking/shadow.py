@@ -1,9 +1,8 @@
 """The shadow verifier: a user's function that gives trajectories a second score, but no reward.
 
-The function has the form of a reward function (`actors.environment.reward_functions`): it receives
-the task's columns and the last reply. `verdicts` checks only a sample of a step's trajectories.
-The sample depends only on the trajectories' ids. A missing score is not an error. In a run the
-function has a separate process, because the function is the user's code.
+The function has the form of a reward function (`actors.environment.reward_functions`). `verdicts`
+checks only a sample of a step's trajectories. The sample depends only on the trajectories' ids. A
+missing score is not an error. In a run, the user's function has a separate process.
 """
 
 from __future__ import annotations
@@ -143,10 +142,10 @@ class ShadowVerifier:
         *,
         extras: frozenset[str] = frozenset(),
     ) -> _Found | str:
-        """Await `ask`, which calls the reward function, as a run would call it.
+        """Await `ask`, which calls the reward function; return its result, or why the call failed.
 
-        The call has a run's time limit and context: the settings of the trajectory's environment,
-        the task's id and the step. Return the result of `ask`; if the call failed, the reason.
+        As in training, the call is limited to `rollouts.turn_deadline_s`, and the function can read
+        the environment's settings, the task id and the step.
         """
         member = self._members.get(trajectory.environment, self._config)
         # A call that hangs in this process would keep the command from ending.

@@ -5,11 +5,10 @@
     # Send the trajectory's next turn to the replica that has its prefix cached.
     await client.generate(replace(later, cache_salt=first.cache_salt, replica=first.replica))
 
-A Serve call takes about a millisecond in the client and in the replica; a turn of a small model
-takes less. So requests to the same replica within a few milliseconds share a call, and the replica
-streams the answers back as they finish. Some turns have no replica: the first turn of a trajectory,
-and a turn whose replica was lost. They are sent in small calls, which Serve distributes by load. A
-client belongs to one event loop; pickling a client keeps only the name of its application.
+A Serve call takes longer than a turn of a small model. So requests to the same replica within a few
+milliseconds share a call, and the replica streams the answers back as they finish. Turns without a
+replica, such as a trajectory's first turn, are sent in small calls, which Serve distributes by
+load. A client belongs to one event loop; pickling keeps only the name of its application.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The inference deployment: vLLM engines, one in each Serve replica.
 
-The engines load the weights that the trainer publishes on the weight board, an actor of the run.
-A term of the run (from a start or recovery to its end) deploys the engines, publishes its weights,
-and waits for the first ready replica:
+Each term of the run (from a start or recovery to its end) deploys the engines. They load the
+weights that the trainer publishes on the weight board, an actor of the run:
 
     deploy_inference(settings, name="run-t1", board=board, run_id="run")
     ...                                    # the trainer publishes; the replicas load

@@ -1,9 +1,9 @@
 """One vLLM engine, which samples token ids with their log-probabilities and policy versions.
 
-The module does not use Ray. Invariants: Nothing is sampled before a policy version is loaded.
-Requests in flight survive an update, and their replies name the version of each token. New requests
-wait while a version is loaded. A trajectory's cache salt names the version with which it began: it
-shares cached prompts only with trajectories that began with the same version.
+Invariants: Nothing is sampled before a policy version is loaded. Requests in flight survive an
+update, and their replies name the version of each token. New requests wait while a version is
+loaded. Trajectories share cached prompts only if they began with the same version. The module does
+not use Ray.
 """
 
 from __future__ import annotations
@@ -407,10 +407,8 @@ class PolicyEngine:
 
 
 def _recorded_layers(settings: EngineSettings) -> tuple[int, ...]:
-    """Return the numbers of the layers whose routed experts are recorded; none on CPU.
-
-    Only vLLM's model runner V2 returns routed experts, and it needs Triton.
-    """
+    """Return the numbers of the layers whose routed experts are recorded; none on CPU."""
+    # Only vLLM's model runner V2 returns routed experts, and it needs Triton.
     if settings.inference.is_on_cpu:
         return ()
     return routed_layers(AutoConfig.from_pretrained(settings.model).get_text_config())
@@ -442,11 +440,7 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
-    """Return vLLM's options for the policy's LoRA adapter.
-
-    The options name the adapted layers, so that the output head has no LoRA. With LoRA on the
-    output head, vLLM could not score a prompt while other requests run.
-    """
+    """Return vLLM's options for the policy's LoRA adapter."""
     if settings.lora is None:
         return {}
     config = AutoConfig.from_pretrained(settings.model)
@@ -454,6 +448,7 @@ def _adapter_options(settings: EngineSettings) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(each for each in ADAPTER_RANKS if each >= settings.lora.rank),
+        # With LoRA on the output head, vLLM could not score a prompt while other requests run.
         "lora_target_modules": target_names(config, settings.lora),
     }
 

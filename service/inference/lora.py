@@ -70,10 +70,7 @@ class OneAdapter(PunicaWrapperCPU):
     """
 
     def _apply_shrink(self, y: Tensor, x: Tensor, w_t_all: Tensor, scale: float) -> None:
-        """Write scale * A x to y.
-
-        Args: y: [T, rank] float32. x: [T, in]. w_t_all: A as [1, 1, rank, in].
-        """
+        """Write scale * A x to y, [T, rank] float32. x: [T, in]. w_t_all: A as [1, 1, rank, in]."""
         is_adapted = (self.token_lora_indices >= 0)[:, None]
         shrunk = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T
         y[:, : shrunk.shape[1]] = torch.where(is_adapted, scale * shrunk, 0.0)
@@ -89,8 +86,7 @@ class OneAdapter(PunicaWrapperCPU):
     ) -> None:
         """Add B x to columns of y, or replace them by B x if not add_inputs.
 
-        Args: x: [T, rank]. w_t_all: B as [1, 1, out, rank]. y_offset, y_slice_size: first column
-        and number of columns.
+        x: [T, rank]. w_t_all: B as [1, 1, out, rank]. y_offset: the first of y_slice_size columns.
         """
         part: Any = y[:, y_offset : y_offset + y_slice_size]
         expanded = x.to(y.dtype) @ w_t_all[0, 0].to(y.dtype).T

@@ -1,15 +1,11 @@
 """Split a sampled reply with vLLM's parsers into thinking, content and tool calls.
 
-Invariant: `ReplyParser.parse` never raises, whatever was sampled. Text that cannot be parsed stays
-content.
+Invariant: `ReplyParser.parse` never raises. Text that cannot be parsed stays content.
 
 vLLM's parsers do not report a call that they cannot read. So this module counts the calls that the
 text begins. If the parser found fewer, the turn is malformed, and none of its calls is executed:
-with only some results, the policy could take one call's result for another's.
-`actors.environment.tool_calls.check_calls` checks the calls that were found.
-
-Importing this module takes eleven seconds if vLLM is not imported yet. The tokenizer is loaded with
-the first request that needs it.
+with only some results, the policy could take one call's result for another's. Importing this module
+takes eleven seconds if vLLM is not imported yet.
 """
 
 from __future__ import annotations
@@ -144,10 +140,7 @@ def _chosen(wanted: str, found: str, tokenizer: Any, *, setting: str) -> str | N
 def _compose(
     tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> type[Parser] | None:
-    """Return the class in which vLLM combines the named parsers; None if no parser is named.
-
-    Raises: TypeError if a parser cannot be used.
-    """
+    """Return vLLM's class for the parsers; None without names. Raises: TypeError if it refuses."""
     return ParserManager.get_parser(
         tool_parser_name=tool_parser,
         reasoning_parser_name=reasoning_parser,

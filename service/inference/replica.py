@@ -1,15 +1,15 @@
 """A Serve replica with one vLLM engine, which loads the weights published on the weight board.
 
-The weight board is an actor of the run; the trainer publishes policy versions on it. The
-constructor of a replica joins the board, starts the engine and loads the current version. Then the
-replica is ready, and a background task loads each new version.
+The weight board is an actor of the run, on which the trainer publishes policy versions. A replica
+is ready when its constructor has loaded the current version. A background task loads each new
+version.
 
-If the board has died, the replica waits for the next board, which the run starts under the same
-name when it recovers or is resumed. If no board appears, the replica deletes its own application,
-which Serve would otherwise restart forever.
-Serve replaces a replica in two cases. The replica ends its own process if its engine or its
-background task has died, or if loading makes no progress. It fails its health check if the board
-does not answer for too long.
+If the board has died, the replica waits for the board of the recovered or resumed run. If no board
+appears, the replica deletes its own application, which Serve would otherwise restart forever.
+
+The replica ends its process if its engine or background task has died, or if loading makes no
+progress. It fails its health check if the board does not answer for too long. In both cases Serve
+replaces the replica.
 """
 
 from __future__ import annotations
@@ -436,15 +436,12 @@ class InferenceReplica:
 
 
 class _StartReports:
-    """Reports the progress of an engine's start to the weight board.
-
-    The reports come from a thread, because the start blocks the event loop. Each report has the
-    number `_work_so_far`, which stops growing if the start hangs.
-    """
+    """Reports the progress of an engine's start to the weight board."""
 
     def __init__(self, board: ActorHandle, name: str) -> None:
         self._board, self._name = board, name
         self._ended = threading.Event()
+        # A thread, because the start blocks the event loop.
         self._thread = threading.Thread(target=self._report_until_ended, daemon=True)
 
     def __enter__(self) -> None:
@@ -459,10 +456,7 @@ class _StartReports:
 
 
 def _work_so_far() -> float:
-    """Return a number that grows as long as the start of an engine makes progress.
-
-    It is the CPU seconds plus the MiB read, of this process and its descendants.
-    """
+    """Return a number that grows while an engine starts: CPU seconds plus MiB read."""
     this = psutil.Process()
     work = 0.0
     for process in (this, *this.children(recursive=True)):

@@ -1,14 +1,12 @@
 """The two weight-transfer backends in vLLM's worker, which load packed groups of tensors.
 
-The groups hold the whole weights or, in an engine with LoRA, only the tensors of the policy's
-adapter. In that case the backend collects the tensors, and `install_adapter` gives them to vLLM.
+The groups hold the whole weights or, in an engine with LoRA, only the tensors of the adapter, which
+`install_adapter` gives to vLLM.
 
 collective: the worker receives the groups in a broadcast (`actors.weights.collective`).
-
-object_store: the replica writes each weight group into an anonymous memory file and passes the path
-of its file descriptor (/proc/PID/fd/N). The file has no name in /dev/shm, so no file remains if a
-process is killed, and the size limit of a container's /dev/shm does not apply. The worker, another
-process on the same machine, maps the file, checks the checksum and loads the tensors as views.
+object_store: the replica writes each weight group into an anonymous memory file (`StagedBuffer`).
+The worker maps the file by its path (/proc/PID/fd/N), checks the checksum and loads the tensors as
+views.
 """
 
 from __future__ import annotations
@@ -54,6 +52,7 @@ class StagedBuffer:
 
     def __init__(self, buffer: Bytes) -> None:
         self.num_bytes = int(buffer.nbytes)
+        # Not in /dev/shm: no file remains after a kill, and a container's limit does not apply.
         self._fd = os.memfd_create("rayloom-weights")
         with ExitStack() as on_failure:
             on_failure.callback(self.close)

@@ -409,12 +409,12 @@ def _check_sum(
 ) -> Iterator[tuple[Check, str]]:
     """Yield a problem if a group has a baseline but its advantages do not add up to 0.
 
-    With the baselines mean and leave-one-out the sum is 0, whatever the scale. A member that was
-    not trained counts with its expected advantage, the second value in `members`.
+    members: each with its expected advantage, which counts if the member was not trained.
     """
     if rule.baseline is Baseline.NONE or all(e.reason is not None for e, _ in members):
         return
     values = [want if e.reason is not None else _first_advantage(e) for e, want in members]
+    # With the baselines mean and leave-one-out the sum is 0, whatever the scale.
     total = sum(values)
     is_small = abs(total) <= _TOLERANCE * max(1.0, sum(map(abs, values)))
     # This comparison is false for NaN, so that NaN is an offence.
@@ -435,8 +435,8 @@ def _check_admitted(
 ) -> Iterator[Offence]:
     """Yield a violation if admitted rollouts are missing from a group's baseline.
 
-    The violation is allowed (`is_explained`) if the journal or the ledger states a reason for each
-    missing rollout. admitted: the newest ledger event of each admitted rollout of the group.
+    The violation is allowed (`is_explained`) if each missing rollout has a reason.
+    admitted: the newest ledger event of each admitted rollout of the group.
     """
     counted = {e.trajectory.rollout_id for e in entries if e.baseline_return is not None}
     missing = sorted(admitted.keys() - counted)

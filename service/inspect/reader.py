@@ -1,9 +1,8 @@
 """Read a run's journal, and find the trajectory with an id, without writing anything.
 
-If a run went back to a checkpoint, it trained some steps twice, in two terms (a term lasts from a
-start or recovery of the run to its end). Such a step has a file from each term. The run's database
-records which file counts. If the journal was copied without the database, the file of the newest
-term counts.
+A run that went back to a checkpoint trained some steps twice, in two terms (a term lasts from a
+start or recovery of the run to its end). Each term has its own file of the step. The run's database
+records which file counts; without the database, the file of the newest term counts.
 """
 
 from __future__ import annotations
@@ -129,10 +128,8 @@ def surviving_files(
 
 
 def _check_copied(run_dir: RunDir, database: Path) -> None:
-    """Raise ConfigError if the database is missing, although other files of the run exist.
-
-    A directory that has only a copy of the journal needs no database.
-    """
+    """Raise ConfigError if the database is missing, although other files of the run exist."""
+    # A directory that has only a copy of the journal needs no database.
     left = (
         run_dir.checkpoints,
         run_dir.log_file,

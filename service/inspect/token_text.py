@@ -39,10 +39,7 @@ _SHORTEST = 3
 def _chat_marks(
     tokenizer: Any, options: dict[str, Any]
 ) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-    """Find the texts with which a tokenizer's chat template opens and closes messages.
-
-    Returns: the values of `TokenText.headers` and `TokenText.footers`.
-    """
+    """Return the values of `TokenText.headers` and `TokenText.footers` for a chat template."""
     headers: set[str] = set()
     footers: set[str] = set()
     for before, role in _CHATS:

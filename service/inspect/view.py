@@ -1,13 +1,12 @@
 """The view of a trajectory: what is shown about its samples and about each of their tokens.
 
-The spans of the turns show which tokens were sampled. The advantages that the trainer received show
-which tokens were trained. The tokenizer shows which tokens belong to the chat template. A token has
-a fault if these sources disagree. The facts summarise the trajectory in a few labelled lines.
+The turns' spans show which tokens were sampled. The advantages that the trainer received show which
+tokens were trained. The tokenizer shows which tokens belong to the chat template. A token has a
+fault if these sources disagree. The facts summarise the trajectory in a few lines.
 
-The terminal (`service.cli.inspect`), the page and the API all show this view. For the page and the
-API it is converted to one JSON tree (`trajectory_document`). All text of models and environments in
-this tree is printable, and the page never shows it as markup. The API makes the view in a separate
-process on the run's node, because the tokenizer's import takes seconds.
+The terminal shows this view; the page and the API get it as one JSON tree (`trajectory_document`).
+The tree's texts are printable, and the page never shows them as markup. The API makes the view in a
+separate process, because the tokenizer's import takes seconds.
 """
 
 from __future__ import annotations
@@ -262,7 +261,7 @@ def _trained(entry: TrajectoryEntry, number: int) -> Mapping[int, float]:
 
 
 class _SampleBuilder:
-    """A builder of the view of one sample. trained: advantages by the position of the token."""
+    """Builds a sample's view. trained: the advantage of each trained token, by its position."""
 
     def __init__(self, sample: Sample, trained: Mapping[int, float], text: TokenText) -> None:
         self._sample, self._trained, self._text = sample, trained, text
@@ -362,10 +361,9 @@ def _opening(sample: Sample) -> str:
 
 
 def _marked(pieces: Sequence[bytes], marks: Sequence[bytes]) -> frozenset[int]:
-    """Return the indices of the tokens that belong to the chat template's texts.
+    """Return the indices of the tokens that are inside an occurrence of a chat template's text.
 
-    pieces: the bytes of each token. marks: the texts, such as b"<|im_end|>\\n". A token belongs to
-    a text if all its bytes are within one occurrence of the text.
+    pieces: the bytes of each token. marks: the template's texts, such as b"<|im_end|>\\n".
     """
     whole = b"".join(pieces)
     ends = np.cumsum([len(piece) for piece in pieces])

@@ -1,11 +1,10 @@
 """The lists that clients request: tasks, sessions, and the feed of their events.
 
 The feed has the events of tasks, rollouts and sessions, in the order in which they were stored.
-Entries are appended and never changed. An entry is stored when its event is final. An acceptance, a
-cancellation and a change of a session are final at once: the entry is stored in the event's own
-transaction. An admission and the end of a rollout are final when the next checkpoint is committed:
-the entry is stored in this commit. So a crash undoes no event that the feed has reported, except if
-the newest checkpoint cannot be read and the run continues from an older one.
+Entries never change. An acceptance, a cancellation or a change of a session is stored in the
+event's own transaction. An admission or the end of a rollout is stored with the next checkpoint. So
+a crash undoes no reported event. The exception is a run that continues from an older checkpoint,
+because the newest checkpoint cannot be read.
 """
 
 from __future__ import annotations

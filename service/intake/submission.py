@@ -1,9 +1,8 @@
 """A client's submission, and the replies to it, as plain values without HTTP or Ray.
 
 A submission is one task with the requested number of rollouts; the client chooses its id. The
-submission waits at a position in the backlog until the trajectory queue can admit another group.
-The submission's rollouts are then admitted as this group. Only the store keeps the task itself, and
-only as long as the task's rollouts may be played again.
+submission waits in the backlog until the trajectory queue can admit its rollouts as a group. Only
+the store keeps the task itself, and only as long as the task's rollouts may be played again.
 """
 
 from __future__ import annotations

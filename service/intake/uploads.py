@@ -1,9 +1,8 @@
 """Describe the trajectories that clients sample elsewhere and upload, and the trajectories' groups.
 
-The client names a group for each trajectory. The trajectories are stored, and wait until the group
-is complete. The complete group is then submitted for training (`service.intake.submission`); the
-submission has the group's id. The submission's task has the environment `UPLOADED`, so that the
-gateway delivers the stored trajectories as rollouts. The classes are plain values.
+The client names a group for each trajectory. The trajectories wait in the store until the group is
+complete. The group is then submitted for training (`service.intake.submission`), under its id. The
+task has the environment `UPLOADED`, so the gateway delivers the trajectories as rollouts.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ class PolicyFacts:
     max_context_tokens: int
     """Maximum number of tokens of prompt and reply together."""
     temperature: float
+    republished: tuple[int, ...] = ()
+    """Versions that were published without a new step (`actors.policy_age`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

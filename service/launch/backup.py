@@ -1,10 +1,9 @@
 """Back a run up into a directory, and restore it from there.
 
-A backup is itself a run directory with an SQLite database, even if the run's own database is in
-PostgreSQL. The backup contains the state that the database had when the backup began, and the
-checkpoints of that state; the run may train meanwhile. Invariant: the directory of a backup or of a
-restored run gets its final name last, so that an interrupted command leaves only a directory whose
-name ends in `.part`.
+A backup is a run directory with an SQLite database, even if the run's own database is in
+PostgreSQL. The backup has the state of the database when the backup began, and the checkpoints of
+that state; the run may train meanwhile. Invariant: the new directory gets its final name last. An
+interrupted command leaves only a directory whose name ends in `.part`.
 """
 
 from __future__ import annotations
@@ -89,10 +88,7 @@ def restore(backup: RunDir, run_dir: RunDir, options: StoreOptions) -> str:
 
 
 def _copy_checkpoints(source: Path, commits: list[Checkpoint], target: Path) -> list[str]:
-    """Copy the checkpoints, and return the names of the copies.
-
-    A missing or damaged checkpoint is left out.
-    """
+    """Copy the checkpoints, except missing and damaged ones; return the names of the copies."""
     copied = []
     target.mkdir()
     for commit in commits:
@@ -140,10 +136,7 @@ def _copy_files(source: RunDir, target: RunDir) -> None:
 
 @contextmanager
 def _new_directory(directory: Path, *, command: str) -> Iterator[Path]:
-    """Yield a temporary directory that gets the name `directory` after the `with` block.
-
-    It is removed instead if the block raises.
-    """
+    """Yield a temporary directory that is renamed to `directory` if the `with` block succeeds."""
     if os.path.lexists(directory):
         raise ConfigError(
             f"{command}: {directory} exists, expected a new directory; choose another"

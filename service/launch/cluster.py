@@ -197,17 +197,14 @@ def start_ray(**options: Any) -> None:
 
 
 def _init(**options: Any) -> None:
-    """Call `ray.init`, and raise KeyboardInterrupt if a SIGTERM arrived during the call.
-
-    KeyboardInterrupt makes the command stop in order. During the call, Ray's own handler of SIGTERM
-    raises SystemExit instead. Python drops this SystemExit if the handler ran in a callback from C,
-    so the signals are recorded too.
-    """
+    """Call `ray.init`, and raise KeyboardInterrupt if a SIGTERM arrived during the call."""
     with signals_noted() as noted:
         try:
             ray.init(**options)
+        # Ray's own handler of SIGTERM raises this; the command stops in order by KeyboardInterrupt.
         except SystemExit as end:
             raise KeyboardInterrupt from end
+    # Python drops the SystemExit if the handler ran in a callback from C.
     if signal.SIGTERM in noted:
         raise KeyboardInterrupt
 
@@ -241,11 +238,10 @@ def _unanswered(address: str, error: Exception) -> ConfigError:
 def _check_answers(address: str) -> None:
     """Raise ConfigError if no head node answers at an address HOST:PORT.
 
-    Without this check, Ray would try to connect for many minutes. The address "auto" is replaced by
-    the value of RAY_ADDRESS, or else by the address of the last cluster that was started on this
-    machine, which may have ended. Addresses in another form are not checked here; Ray checks them.
+    Without this check, Ray would try to connect for many minutes.
     """
     place = address
+    # "auto" is RAY_ADDRESS or the last cluster that this machine started, which may have ended.
     if address == "auto":
         try:
             place = services.canonicalize_bootstrap_address(address) or ""
@@ -273,11 +269,9 @@ def _check_answers(address: str) -> None:
 
 
 def _greet(host: str, port: int) -> None:
-    """Raise OSError if no server of HTTP/2, such as gRPC, answers within HEAD_ANSWER_S.
-
-    With Ray's TLS on, check only that a connection can be opened.
-    """
+    """Raise OSError if no server of HTTP/2, such as gRPC, answers within HEAD_ANSWER_S."""
     with socket.create_connection((host, port), timeout=HEAD_ANSWER_S) as connection:
+        # With Ray's TLS, it is enough that a connection can be opened.
         if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
             return
         connection.sendall(_HTTP2_GREETING)
@@ -288,13 +282,9 @@ def _greet(host: str, port: int) -> None:
 
 
 def _check_authentication(address: str) -> None:
-    """Check that the cluster and this process use the same RAY_AUTH_MODE.
+    """Raise ConfigError if the cluster and this process use different values of RAY_AUTH_MODE.
 
-    A task on the cluster reads the cluster's mode. If the modes differ, Ray accepts the connection,
-    but this process refuses calls from Ray's control store (GCS). The control store then takes this
-    process for dead, and ends the actors that this process created.
-
-    Raises: ConfigError if the modes differ, or if the task does not run in AUTHENTICATION_LIMIT_S.
+    With different values, the control store takes this process for dead, and ends its actors.
     """
     own = _authentication_mode()
     asked = ray.remote(_authentication_mode).options(num_cpus=0, max_retries=0).remote()
@@ -306,6 +296,7 @@ def _check_authentication(address: str) -> None:
             f"({_first_line(error)}); expected a cluster that runs tasks, and authenticates as "
             f"this process (RAY_AUTH_MODE {own}); check its nodes"
         ) from error
+    # Ray accepts the connection, but this process would refuse calls from the control store (GCS).
     if found != own:
         raise ConfigError(
             f"--address {address}: RAY_AUTH_MODE is {own} here and {found} on the cluster, "

@@ -1,12 +1,8 @@
 """Make model directories from GGUF files, URLs, the SmolLM2 package and the tiny model's settings.
 
-Trainer and engines read directories in Hugging Face format, so other models are converted,
-downloaded or built before the start. From a GGUF file, the weights become float32; the tokenizer,
-the chat template and the tokens that end an answer come from the file's metadata. A directory is
-written completely or not at all.
-
-The command line calls this module for each model that a configuration names, and for
-`rayloom model smollm2`.
+Trainer and engines read directories in Hugging Face format. From a GGUF file, the weights become
+float32; the tokenizer, the chat template and the tokens that end an answer come from the file's
+metadata. A directory is written completely or not at all.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Check that each node of a cluster sees the files that a run needs.
 
-The run's directory, a model's directory and a task file outside of the working directory are on the
-node where the command runs; the other nodes must see them at the same paths. Each node on which an
-actor of the run may be placed runs a Ray task that checks this. On a cluster of one node nothing is
-checked.
+These are the run's directory, the model's directory, and a task file outside of the working
+directory. A Ray task looks for them, at the same paths, on each node on which an actor of the run
+may be placed. On a cluster of one node nothing is checked.
 """
 
 from __future__ import annotations
@@ -173,10 +172,9 @@ def _shared_paths(
 
 @contextmanager
 def _witness_in(run_dir: RunDir) -> Iterator[Path]:
-    """Create a file in the run's directory, and remove it after the `with` block.
+    """Create a file in the run's directory for the `with` block, and yield the file's path.
 
     A node that does not see the file during the block does not share the run's directory.
-    Yields: the file's path.
     """
     # The name is random, so that a file of an earlier start is not mistaken for this one.
     nonce = run_dir.path / f".seen-{uuid.uuid4().hex}"

@@ -1,11 +1,10 @@
 """Decide which nodes the parts of a run may use, and whether all parts fit. Pure.
 
-The parts are the run's actors: engines, trainer ranks, environment actors and the supervisor. Each
-belongs to a role. A node offers a role by a custom Ray resource with the role's name. If any node
-offers a role, the parts of the role request a small amount of that resource, so that Ray places
-them on such nodes; otherwise they request only CPUs and GPUs. `cluster` calls this module before
-the run starts. Each term of the run (the time from a start or recovery to the next) calls this
-module when the term starts.
+The parts are engines, trainer ranks, environment actors and the supervisor; each belongs to a role.
+A node offers a role by a custom Ray resource with the role's name. If any node offers a role, the
+role's parts request a small amount of this resource, so that Ray places them on such nodes.
+Otherwise they request only CPUs and GPUs. The placement is decided at each start or recovery of the
+run.
 """
 
 from __future__ import annotations

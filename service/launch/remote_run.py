@@ -2,10 +2,9 @@
 
 The address has one directory for each uploaded checkpoint, called a copy (`service.remote_files`).
 A copy has all that a run needs to continue: the checkpoint, the database at the time of the upload,
-and the run's small files. Invariants: a run never replaces or removes a copy of another run, or of
-another process that has continued the run elsewhere. A copy is removed only after the newest
-checkpoint is complete at the address. The command line calls this module, and so does
-`service.run.checkpoint_uploads` in its thread.
+and the run's small files. A run never replaces or removes a copy of another run, or of another
+process that has continued the run elsewhere. A copy is removed only after the newest checkpoint is
+complete at the address.
 """
 
 from __future__ import annotations
@@ -203,8 +202,7 @@ def _check_own(
     """Raise NotThisRun if a copy at the address was made by another run.
 
     Another process that has continued this run elsewhere counts as another run.
-    copies: the marker of each copy, by the copy's name. leases: this run's `lease_digests`. A copy
-    is this run's if its marker names one of these digests.
+    copies: the marker of each copy, by the copy's name. leases: this run's `lease_digests`.
     """
     for name, marker in copies.items():
         if not _is_own(marker, leases):
@@ -221,9 +219,7 @@ def _check_own(
 def _unknown(remote: RemoteDirectory, leases: Mapping[int, str]) -> str | None:
     """Return the name of a checkpoint in `remote` that this run did not upload, or None.
 
-    Call this only if every upload in `remote` is unfinished. This run began an upload if the
-    upload's marker names a digest in `leases`, the run's `lease_digests`. A directory without a
-    marker counts as another run's.
+    Call this only if every upload in `remote` is unfinished. leases: this run's `lease_digests`.
     """
     for name in _candidates(remote):
         unfinished = remote.child(name).read_unfinished()
@@ -238,11 +234,7 @@ def _is_own(marker: Marker, leases: Mapping[int, str]) -> bool:
 
 
 def _is_copied(run_dir: RunDir, commit: Checkpoint, copies: Mapping[str, Marker]) -> bool:
-    """Return whether there is nothing to upload for a checkpoint.
-
-    This is so if the address has a copy of the checkpoint, or if this machine does not have its
-    files.
-    """
+    """Return whether a checkpoint has a copy, or has no files on this machine to upload."""
     manifest = run_dir.checkpoints / commit.directory / MANIFEST
     if not manifest.is_file():
         # It was lost on this machine, or its copy was not downloaded.

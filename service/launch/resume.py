@@ -1,12 +1,11 @@
 """Decide whether a stored run may resume, from which checkpoint, and which checkpoints to keep.
 
-`rayloom train --resume` checks before anything starts that the run can resume. The supervisor
-checks it again each time that it starts or recovers the run. While the run trains, the checkpoints
-that need not be kept are removed.
+`rayloom train --resume` checks this before anything starts, and the supervisor at each start or
+recovery. While the run trains, the checkpoints that need not be kept are removed.
 
-Two words: a commit is a checkpoint that the run's database records. A term is the period from one
-start or recovery of the run to the next. Each term has its own lease on the run, and its number is
-part of the names of its checkpoints' directories.
+A commit is a checkpoint that the run's database records. A term is the period from one start or
+recovery of the run to the next. Each term has its own lease on the run, and its number is in the
+names of its checkpoints' directories.
 """
 
 from __future__ import annotations

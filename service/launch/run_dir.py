@@ -295,10 +295,7 @@ def held_alone(run_dir: RunDir) -> Iterator[None]:
 
 
 def _clear(run_dir: RunDir, *, had_model: bool) -> None:
-    """Remove the files that a start has created.
-
-    had_model: whether the tiny model existed before the start; it is then kept.
-    """
+    """Remove a start's files. had_model: whether the tiny model was there before, and is kept."""
     if not had_model:
         shutil.rmtree(run_dir.tiny_model, ignore_errors=True)
     files = (run_dir.config_file, run_dir.sources_file, run_dir.store_file, run_dir.secret_file)
@@ -358,11 +355,7 @@ def _refusing(run_dir: RunDir) -> Iterator[None]:
 
 
 def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
-    """Return whether an interrupted start may have left this path.
-
-    A config.yaml counts only if it has exactly the form that Rayloom writes, so that a user's own
-    file is never overwritten.
-    """
+    """Return whether an interrupted start may have left this path."""
     if path == run_dir.tiny_model:
         return (path / MARKER).is_file()
     if path in (run_dir.store_file, run_dir.sources_file, run_dir.functions):
@@ -374,6 +367,7 @@ def _is_of_a_start(path: Path, run_dir: RunDir) -> bool:
         return True
     if path != run_dir.config_file:
         return False
+    # A user's own config.yaml does not have exactly this form, and must not be overwritten.
     try:
         # Not `load_config`, which changes the path of stored rows if the directory was moved.
         return path.read_text() == dump_config(parse_config(read_yaml(path), source=str(path)))
@@ -444,8 +438,7 @@ def _check_database(run_dir: RunDir, kind: RunKind) -> None:
 def _check_not_a_copy(run_dir: RunDir, directory: str) -> None:
     """Raise ConfigError if this is a copy of a run's directory that still exists.
 
-    Original and copy would use the same database. directory: the run's directory as recorded in the
-    database.
+    directory: the run's directory as recorded in the database.
     """
     original = RunDir(path=Path(directory or run_dir.path))
     if original.path == run_dir.path or not original.config_file.is_file():

@@ -1,10 +1,9 @@
 """Handle Ctrl-C, SIGTERM, Ctrl-Z and a closed terminal in the command `rayloom train`.
 
-Until `StopSignals.hold` is called, a signal raises KeyboardInterrupt, because no part of the run
-needs an orderly end yet. After `hold`, the first signal only sets a flag, which makes the run end
-in order, and the second signal raises. After `StopSignals.ignore`, while the run ends, no signal
-raises. SIGHUP of a closed terminal is handled like Ctrl-C, unless it was ignored when the command
-started, as under nohup. Ctrl-Z stops the command's display but not the run.
+Before `StopSignals.hold`, a signal raises KeyboardInterrupt. After `hold`, the first signal only
+sets a flag, which makes the run end in order; the second signal raises. After `StopSignals.ignore`,
+while the run ends, no signal raises. A closed terminal (SIGHUP) is handled like Ctrl-C, unless the
+command ignored SIGHUP from its start, as under nohup. Ctrl-Z stops the display but not the run.
 """
 
 from __future__ import annotations
@@ -155,13 +154,11 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def _dropped_interrupts_unshown() -> Iterator[None]:
-    """Hide the traceback that Python prints when it drops a KeyboardInterrupt.
-
-    The signal is not lost: `StopSignals` has counted it, and `check` raises later.
-    """
+    """Hide the traceback that Python prints when it drops a KeyboardInterrupt."""
     before = sys.unraisablehook
 
     def show(dropped: Any) -> None:
+        # The signal is not lost: `StopSignals` has counted it, and `check` raises later.
         if not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
             before(dropped)
 

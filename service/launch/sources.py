@@ -72,14 +72,12 @@ def sources_of(config: Config) -> Sources:
 
 
 def _model_files(model: str | None) -> dict[str, str]:
-    """Return the digests of a model directory's files of settings, tokenizer and chat template.
-
-    Files with weights are too large to be read at each start. Raises: ConfigError.
-    """
+    """Return digests of a model directory's files of settings, tokenizer and chat template."""
     directory = Path(os.path.expanduser(model or ""))
     if model is None or not directory.is_dir():
         return {}
     try:
+        # Files with weights are too large to be read at each start.
         return {
             file.name: blake2b(file.read_bytes(), digest_size=16).hexdigest()
             for file in sorted(directory.iterdir())
@@ -156,12 +154,8 @@ def _own(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_own(file: Path) -> bool:
-    """Return whether a file is the user's own and should have the same path at a resume.
-
-    Such a file is in the working directory, but not in an installed package. If Ray has unpacked
-    the working directory from a package, the answer is False for all files, because the directory
-    gets another path on each cluster.
-    """
+    """Return whether a file is the user's own and should have the same path at a resume."""
+    # Ray unpacks a packaged working directory to another path on each cluster.
     moves = {"site-packages", "runtime_resources"} & set(file.parts)
     return file.is_relative_to(Path.cwd()) and not moves
 

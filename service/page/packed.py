@@ -1,9 +1,8 @@
 """The web page about runs, packed into one HTML file with its program and its styles.
 
-The file may also contain the page's data, a JSON document. Without a document, the page requests
-its data from the API that served it. `make page` builds `packed.html` from `src/`; only this
-command needs npm. The page loads nothing from the internet and sends requests only to the run's own
-API; its content security policy enforces that.
+The file may contain the page's data. Otherwise the page requests its data from its API.
+`make page` builds `packed.html` from `src/`, and needs npm. The page's content security policy
+allows requests only to the run's own API.
 """
 
 from __future__ import annotations

@@ -34,11 +34,8 @@ class Table:
 
 
 def _last_of_sets(evaluation: Evaluations) -> Iterator[EvaluationRecord]:
-    """Yield the last evaluation of each task set: first the run's own set, then the named sets.
-
-    If there are no named sets and each task has one sample, yield nothing: the page's tile
-    "Evaluation" already shows the result of the run's own set.
-    """
+    """Yield the last evaluation of each task set: first the run's own set, then the named sets."""
+    # Otherwise the page's tile "Evaluation" already shows the result of the run's own set.
     if evaluation.last is not None and (evaluation.sets or evaluation.last.num_samples > 1):
         yield evaluation.last
     yield from evaluation.sets.values()
@@ -98,7 +95,7 @@ def _early_and_late(
 ) -> tuple[Table, ...]:
     """Return one table with the means over the first and the last steps; () if no step has a value.
 
-    Args: what: header of the column of names. steps: the values of each step, by name.
+    what: header of the column of names. steps: the values of each step, by name.
     """
     early, late = _means(steps[:AVERAGED_STEPS]), _means(steps[-AVERAGED_STEPS:])
     names = sorted({*early, *late})
@@ -147,10 +144,7 @@ def _evaluations(caption: str, records: Iterable[EvaluationRecord]) -> Table:
 
 
 def _answers_table(evaluation: Evaluations) -> Table:
-    """Return a table of the answers that the first and the last evaluation gave to held-out tasks.
-
-    Only tasks with an answer in both are shown. The table has no rows before a second evaluation.
-    """
+    """Return a table of the answers of the first and the last evaluation to the same tasks."""
     first, last = evaluation.first, evaluation.last
     if first is None or last is None or first == last:
         return Table(caption="Held-out answers", header=(), rows=())
@@ -178,10 +172,9 @@ def _answer(sample: EvaluationSample) -> tuple[str, str]:
 
 
 def _differing_lines(texts: Sequence[str]) -> list[str]:
-    """Return the texts without the first and last lines that all texts share.
+    """Return the texts without the first and last lines, and the end marker, that all texts share.
 
-    An end marker that all texts share is removed too. Example: two prompts that differ only in
-    their last lines, "1 + 1?<|end|>" and "1 + 2?<|end|>" -> ["1 + 1?", "1 + 2?"]
+    Example, last lines of two prompts: "1 + 1?<|end|>", "1 + 2?<|end|>" -> "1 + 1?", "1 + 2?"
     """
     texts = [text.rstrip() for text in texts]
     bare = [re.sub(r"(<[^<>\s]+>)+$", "", text) for text in texts]
@@ -193,15 +186,15 @@ def _differing_lines(texts: Sequence[str]) -> list[str]:
 
 
 def _num_shared(sequences: Sequence[Sequence[str]]) -> int:
-    """Return how many elements all sequences have in common at their beginning.
+    """Return how many first elements all sequences share, but fewer than the shortest has.
 
-    The result is less than the shortest length, so that removing these elements empties no
-    sequence. Example: [["a", "b"], ["a", "c"]] -> 1; [["a"], ["a"]] -> 0
+    Example: [["a", "b"], ["a", "c"]] -> 1; [["a"], ["a"]] -> 0
     """
     shared = itertools.takewhile(
         lambda column: len(set(column)) == 1, zip(*sequences, strict=False)
     )
     shortest = min((len(each) for each in sequences), default=0)
+    # Without the shared elements, no sequence may be empty.
     return min(sum(1 for _ in shared), max(shortest - 1, 0))
 
 

@@ -1,12 +1,9 @@
 """Start the actors that play a term's rollouts, watch them, and replace dead or frozen ones.
 
 Invariant: a dead actor's rollouts are returned to the queue before a new actor takes its place, so
-that no rollout is lost and none is counted twice.
-
-Environment actors also play evaluations. If an actor dies, its rollouts of an evaluation are not
-played again, and are missing from the result. The rollouts of an evaluation are also written to a
-file for people. If the file cannot be written, the user gets one notice and the run continues.
-`rayloom evaluate` uses `play_evaluation` without a pool.
+that no rollout is lost and none is counted twice. Environment actors also play evaluations. If an
+actor dies, its rollouts of an evaluation are missing from the result. If the evaluation's file
+cannot be written, the user gets one notice and the run continues.
 """
 
 from __future__ import annotations

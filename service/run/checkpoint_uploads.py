@@ -1,9 +1,8 @@
 """Copy committed checkpoints to `run.checkpoint_url`, in a thread.
 
-Invariants: only the end of a run waits for an upload, and only for a limited time. An upload that
-fails is counted and causes a notice, but never ends the run. The newest checkpoint is copied first.
-If the run commits checkpoints faster than they can be copied, older ones are not copied at all. The
-recorder owns the thread.
+Only the end of a run waits for an upload, and only for a limited time. A failed upload is counted
+and causes a notice, but never ends the run. The newest checkpoint is copied first. Older ones are
+not copied at all if the run commits checkpoints faster than they can be copied.
 """
 
 from __future__ import annotations

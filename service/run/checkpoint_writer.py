@@ -1,10 +1,9 @@
 """Write a term's checkpoints, and commit each with the queue's state after the same step.
 
 To commit a checkpoint is to store its name in the run's database, so that a later term can continue
-from it. A checkpoint's files are written during the next step. In a run with clients' tasks, any
-number of rollouts may be evicted while the loop waits for a step. To make the evictions durable,
-the writer commits the newest checkpoint again, with the queue's newer state. Each loop has one
-`CheckpointWriter`, and only the loop calls it.
+from it. A checkpoint's files are written during the next step. In a run with clients' tasks,
+rollouts may be evicted while the loop waits for a step. To make the evictions durable, the writer
+commits the newest checkpoint again, with the queue's newer state. Only the loop calls the writer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Let an operator control a run: pause parts, write or restore checkpoints, and evaluate.
 
-Each supervisor has one `Control` for all its terms (a term is the time from a start or recovery to
-the next); the database keeps all state that must last. Invariants: a pause is stored before the
-call returns, and holds in every later term. If the run returns to a checkpoint, one transaction
-begins the next term and records this checkpoint. No call waits for a training step.
+A supervisor's `Control` serves all its terms; a term lasts from a start or recovery to the next.
+The database keeps all state that must last. Invariants: a pause is stored before the call returns,
+and holds in every later term. One transaction records a return to a checkpoint and begins the next
+term. No call waits for a training step.
 """
 
 from __future__ import annotations
@@ -192,10 +192,7 @@ class Control(ControlPort):
         return await self.view()
 
     async def _apply_pauses(self, changed: Pausable) -> None:
-        """Show the pauses in the run's status and metrics.
-
-        If `changed` is generation, also stop or resume it in the running term.
-        """
+        """Show the pauses in the status and metrics; apply a changed pause of generation."""
         recorder = self._recorder
         if recorder.current_phase in ("training", "paused"):
             recorder.training(str(self.pauses))

@@ -1,13 +1,10 @@
 """Start a run's inference engines and weight board, and publish weights to the engines.
 
-The weight board is the actor through which engines receive new weights. Board and engines keep
-running from one term to the next (a term is the time from a start or recovery to the next). If a
-new term begins at an older checkpoint, it publishes the checkpoint's weights, and the same engines
-load them. The engines are restarted only if their settings change.
-
-Board and engines also survive the loss of the supervisor if a new one starts within
-`run.orphan_timeout_s`; it finds the board by its name. If the board dies, the engines wait up to
-`run.orphan_timeout_s` for a new board with the same name.
+The weight board is the actor through which engines receive new weights. A term is the time from a
+start or recovery of the run to the next. Board and engines keep running from term to term; only a
+change of the engines' settings restarts them. A term that begins at an older checkpoint publishes
+the checkpoint's weights to them. Board and engines outlive a lost supervisor by
+`run.orphan_timeout_s`. If the board dies, the engines wait as long for a new one.
 """
 
 from __future__ import annotations
@@ -189,11 +186,7 @@ class Engines:
             self._beating.cancel()
 
     async def _take_over(self) -> bool:
-        """Take over the board and engines of an earlier term; return whether this succeeded.
-
-        Kill a board that does not answer. If the engines run with other settings than `settings`,
-        end the engines and the board.
-        """
+        """Take over the board and engines of an earlier term; return whether this succeeded."""
         is_own = self._board is not None
         board = self._board or await asyncio.to_thread(_find_actor, board_name(self._run_id))
         if board is None:
@@ -382,15 +375,12 @@ class Publisher:
             self._text, self._is_text_sent = text, False
 
     def _next_text(self, text: CheckText) -> CheckText:
-        """Return the part of the check text that is used to check the current publication.
+        """Return the part of the check text for the current publication; NO_TEXT skips the check.
 
-        - If the last check found too large a difference: the same part again, whatever that costs.
-        - If there is time for a long check: the end of the text, but the whole text once in
-          `check_every` publications.
-        - If there is only time for a short check: the beginning of the text.
-        - Otherwise: NO_TEXT, which skips the check.
+        All checks together may take only the share COST_SHARE of the time.
         """
         self._num_published += 1
+        # The last difference was too large: check the same part again, whatever that costs.
         if self._was_beyond and self._text is not None:
             return self._text
         if self._check_every and self._num_published % self._check_every == 0:
@@ -401,6 +391,7 @@ class Publisher:
             left_s = min(allowed_s - self._spent_s, allowed_s / 2 - self._spent_short_s)
             return short(text) if self._short_s <= left_s else NO_TEXT
         is_all_due, self._is_all_due = self._is_all_due, False
+        # The whole text once in `check_every` publications, otherwise only its end.
         return text if is_all_due else far_end(text)
 
     async def check_start(self, version: int) -> LogprobCheck | None:
@@ -459,17 +450,14 @@ class Publisher:
         return check.after(earlier)
 
     def _compared(self, scores: Sequence[EngineScores]) -> LogprobCheck | None:
-        """Compare the log-probabilities of the check text in each engine and in the trainer.
+        """Compare the check text's log-probabilities in each engine with those in the trainer.
 
-        In the first check, unless it uses the fixed text, the trainer has computed them twice: for
-        a row with only the text, and for a row in which the text is packed between other samples.
-        Each engine is compared with both.
-
-        Returns: None if no engine answered or nothing was checked.
+        Return None if no engine answered or nothing was checked.
         """
         if not scores or self._text is NO_TEXT:
             return None
         found: list[Comparison] = []
+        # At the start, the trainer scores two rows: only the text, and the text among others.
         own_by_row = np.split(self._own_logprobs, 2 if self._is_start else 1)
         for name, own in zip((ALONE, PACKED), own_by_row, strict=False):
             found += [compare(name, own, each.logprobs) for each in scores]
@@ -509,10 +497,7 @@ class Publisher:
 
 
 def _compare_sampled(own: Float32s, samples: Sequence[CheckSample]) -> list[Comparison]:
-    """Compare the log-probabilities of trainer and engines for each sample.
-
-    own: the trainer's log-probabilities of all samples, in the order of `samples`.
-    """
+    """Compare each sample's log-probabilities. own: those of the trainer, sample after sample."""
     ends = np.cumsum([each.token_ids.size for each in samples])
     return [
         compare(sampled_name(each.temperature), scores, each.logprobs)

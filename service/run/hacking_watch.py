@@ -1,9 +1,8 @@
 """Check the journal file of each stored step for patterns of reward hacking, in a thread.
 
-A step's journal file has the tokens of its trajectories. Nothing waits for this thread, and its
-failures do not end the run: each kind of failure causes one notice. A shadow verifier is the user's
-second verifier, which gives no reward. It is the user's code: it runs in a separate process with
-the lowest priority, and skips steps if it is slower than the run. The recorder owns the thread.
+Nothing waits for this thread, and its failures do not end the run: each kind of failure causes one
+notice. A shadow verifier is the user's second verifier, which gives no reward. The verifier runs
+in a separate process with the lowest priority, and skips steps if it is slower than the run.
 """
 
 from __future__ import annotations
@@ -119,14 +118,12 @@ class HackingWatch:
                 self._notice_once(f"{type(error).__name__}", f"a step was not audited: {error}")
 
     def _resume(self, term: int) -> None:
-        """Restore the findings of earlier terms, and show their newest steps to the detector.
-
-        Steps that a return to a checkpoint undid are left out.
-        """
+        """Restore the findings of earlier terms, and show their newest steps to the detector."""
         self._detector, self._findings = Detector(), ()
         if not any(self._run_dir.journal.glob("*.journal")):
             return
         try:
+            # Steps that a return to a checkpoint undid are not in the journal.
             journal = open_journal(self._run_dir.path)
         except ConfigError:
             # There is no file of a surviving step.

@@ -1,11 +1,9 @@
 """The status and the readiness of a run, and the rules that decide whether it has failed.
 
-The supervisor and its loop use this module. It has no effects; only `FaultCount` reads the clock.
-
-The command line reads a RunStatus twice a second for its display. The records, evaluations, notices
-and stages of a run are lists that only grow. A caller passes a `Cursor`, which says how many items
-of each list it has read, and gets only the later items. Only the newest items of a list are kept,
-so a slow caller may miss some.
+This module has no effects; only `FaultCount` reads the clock. The records, evaluations, notices and
+stages of a RunStatus are lists that only grow. A caller's `Cursor` says how many items of each list
+it has read; the caller gets only the later items. Only the newest items of a list are kept, so a
+slow caller may miss some.
 """
 
 from __future__ import annotations
@@ -521,7 +519,7 @@ class FailureWatch:
 
 
 def _percent(share: float | None) -> str:
-    """Return a share in percent with an ordinary space; displays escape a non-breaking one."""
+    """Return a share as a percentage, with an ordinary space before the sign."""
     return units.percent(share).replace("\u00a0", " ")
 
 

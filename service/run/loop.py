@@ -1,13 +1,11 @@
 """The training loop: admit groups, collect a step, merge, train, publish, and repeat.
 
-Each term has one loop, which runs two coroutines at the same time. `_admit` assigns tasks to free
-group numbers. `_train` passes closed groups through the merge actor and the trainer, and publishes
-the weights. An operator can pause either coroutine (`service.run.pauses`).
+Each term has one loop of two coroutines. `_admit` assigns tasks to free group numbers. `_train`
+passes closed groups through the merge actor and the trainer, and publishes the weights.
 
-Synchronous and asynchronous training use the same code: only the queue's admission window decides
-how far rollouts run ahead. In asynchronous training, the engines load a version while the next step
-is collected and trained. Invariant: a version is published only after the engines have loaded the
-version before it. Every call of a handle may raise `ActorLost`.
+The queue's admission window decides how far rollouts run ahead of training. Invariant: a version is
+published only after the engines have loaded the version before it. Every call of a handle may raise
+`ActorLost`.
 """
 
 from __future__ import annotations
@@ -216,10 +214,7 @@ class Loop:
         return None
 
     async def _take_step(self) -> StepInput | None:
-        """Wait up to POLL_S for the closed groups of a step; return None if none came.
-
-        While training is paused, wait up to POLL_S for the end of the pause, and return None.
-        """
+        """Return a step's closed groups; None if training is paused or none came within POLL_S."""
         gate = self._parts.pauses.gate(Pausable.TRAINING)
         with gate.passing() as is_open:
             if is_open:
@@ -232,9 +227,8 @@ class Loop:
         return None
 
     async def _build(self, step_input: StepInput) -> tuple[BuiltStep, float]:
-        """Build the batch of a step; return it, and the seconds that the trainer took to score it.
+        """Build a step's batch; return it, and the seconds in which the trainer scored it.
 
-        Only some algorithms need scores from the trainer; for the others, the seconds are 0.
         Raises: PayloadsLost.
         """
         merge, trainer = self._parts.merge, self._parts.trainer
@@ -262,9 +256,7 @@ class Loop:
     async def _train_step(self, built: BuiltStep, stages: StageSeconds) -> None:
         """Train a built step, publish its weights, and report its rollouts' outcomes to the queue.
 
-        Record the step once the engines have loaded its weights. In synchronous training, and
-        before an evaluation or a checkpoint, this method waits for that. Otherwise the task
-        `_loading` records the step while the next step runs.
+        The step is recorded once the engines have loaded its weights, perhaps during the next step.
         """
         parts, step, watch = self._parts, self._step, Stopwatch()
         giving_up = asyncio.create_task(self._give_up_after_grace())
@@ -300,10 +292,7 @@ class Loop:
         self._failures.check_step(step, was_trained=not stats.is_all_skipped)
 
     async def _unless_grace_is_over(self, call: Coroutine[Any, Any, Answer]) -> Answer:
-        """Return the answer of a call.
-
-        Raises: StepAbandoned if the grace period of a stop ends first.
-        """
+        """Return a call's answer; raise StepAbandoned if the grace period of a stop ends first."""
         async with race(call, self._is_grace_over.wait()) as (working, _):
             if not working.done():
                 # The ranks may still execute the call; end it, as a checkpoint needs them.
@@ -313,20 +302,17 @@ class Loop:
             return answer
 
     async def _give_up_after_grace(self) -> None:
-        """Make the ranks abandon their step after the grace period of a stop.
-
-        Ranks that have applied an update of the step finish it instead.
-        """
+        """Make the ranks abandon their step after the grace period of a stop."""
         await self._is_grace_over.wait()
         while True:
+            # Ranks that have applied an update of the step finish it instead.
             await self._parts.trainer.abandon()
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def _with_published(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Make a call of the trainer, and return its answer.
+        """Call the trainer, and return its answer.
 
-        Restarted ranks may have weights that differ from the published weights. If so, publish the
-        ranks' weights and repeat the call.
+        If a restart has changed the ranks' weights, publish these weights and repeat the call.
         """
         while True:
             try:
@@ -384,7 +370,10 @@ class Loop:
     async def _record(self, trained: StepRecord, check: LogprobCheck | None) -> None:
         record = finished_record(trained, check)
         await self._parts.recorder.step(record)
-        if record.best_known_reward is None:
+        parts = [each for each in record.environments.values() if each.reward_mean is not None]
+        # Returns that are divided by the best one and returns that are not have no common mean.
+        is_mixed = len({each.scaled_reward_mean is None for each in parts}) > 1
+        if record.best_known_reward is None or is_mixed:
             self._rewards.clear()
         else:
             self._rewards.append(record.best_known_reward)
@@ -428,15 +417,12 @@ class Loop:
         return summaries
 
     async def _finish(self) -> None:
-        """Commit the last finished step.
-
-        If the run is complete, cancel the rollouts in flight; after a stop, keep them for the
-        resume.
-        """
+        """Commit the last finished step; if the run is complete, cancel the rollouts in flight."""
         done = self._step - 1
         is_complete = not self._has_more
         if is_complete:
             if self.is_solved and self._evaluated_step != done:
                 await self._evaluate(step=done)
             await self._parts.queue.cancel_all()
+        # After a stop, the rollouts in flight are kept for the resume.
         await self._checkpoints.finish(done, is_complete=is_complete)

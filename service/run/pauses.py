@@ -1,10 +1,9 @@
 """The parts of a run that an operator has paused, and the gates at which the loop waits meanwhile.
 
 The parts are admission, training and generation (`Pausable`). A pause is stored in the database,
-and lasts until the operator resumes the part, even if the run meanwhile gets a new term or a new
-supervisor. The supervisor owns the `Pauses`. The loop waits at the gates of admission and training.
-Nothing waits at the gate of generation: if generation is paused, `service.run.term` stops the queue
-and the engines directly.
+and lasts until the operator resumes the part, even with a new term or a new supervisor. The loop
+waits at the gates of admission and training. If generation is paused, nothing waits at its gate:
+`service.run.term` stops the queue and the engines directly.
 """
 
 from __future__ import annotations

@@ -535,11 +535,11 @@ class RunRecorder:
     def _count_blocked(self, blocked_s: Mapping[Side, float]) -> None:
         """Add to a metric how long each side of the queue was blocked since the last call.
 
-        blocked_s: for each side, the total seconds since the queue's start. A total that is lower
-        than at the last call began again at 0, because the queue was restarted.
+        blocked_s: for each side, the total seconds since the queue's start.
         """
         for side, seconds in blocked_s.items():
             counted_s = self._blocked_s.get(side, 0.0)
+            # A lower total began again at 0, because the queue was restarted.
             gained_s = seconds - counted_s if seconds >= counted_s else seconds
             self._metrics.waits.blocked.labels(side=side).inc(gained_s)
         self._blocked_s = blocked_s

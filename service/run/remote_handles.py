@@ -1,13 +1,8 @@
 """Call actors of a run as if they were local objects.
 
 `remote_handle` wraps an actor in an object with the actor's methods, so that only the actor
-declares the signatures. It is used for the weight board and the metrics endpoint. `run_client`
-gives the API a client of the run's supervisor.
-
-Each call through a handle has a deadline. A call raises `ActorLost` instead of Ray's own errors if
-the actor has died or is late. If the weight board is lost, the supervisor recovers the run from the
-newest checkpoint. The other actors are called through `await_reply` (`service.remote_calls`), and
-the trainer's ranks through `TrainerGroup`.
+declares the signatures. `run_client` gives the API a client of the run's supervisor. Each call has
+a deadline, and raises `ActorLost` instead of Ray's own errors if the actor has died or is late.
 """
 
 from __future__ import annotations
@@ -113,9 +108,7 @@ def run_client(run_id: str, *, host: Any = None) -> RunPort:
 class _SupervisorClient(_Calls):
     """A client that passes each call to the run's supervisor.
 
-    Most calls are passed on unchanged; the methods that are defined here do more. `submit` collects
-    the submissions that arrive while a call is in progress, and sends them together in the next
-    call, in order.
+    `submit` collects the submissions that arrive during a call, and sends them in the next call.
     """
 
     def __init__(self, run_id: str, *, host: Any) -> None:
@@ -145,10 +138,7 @@ class _SupervisorClient(_Calls):
         return _REPLIES.decode(answer)
 
     async def _send(self) -> None:
-        """Send the waiting submissions, several in each call, and pass each reply to its caller.
-
-        Submissions that arrive meanwhile are sent too.
-        """
+        """Send the waiting submissions, several in each call, and pass each reply to its caller."""
         try:
             while batch := self._next_batch():
                 answers: Sequence[bytes | Exception]
@@ -167,10 +157,7 @@ class _SupervisorClient(_Calls):
             self._sending = None
 
     def _next_batch(self) -> dict[asyncio.Future[bytes], bytes]:
-        """Take waiting submissions for the next call, until they exceed MAX_CALL_BYTES.
-
-        Returns: a dict with each packed submission; its key is the future that receives the reply.
-        """
+        """Take waiting submissions for the next call, until they exceed MAX_CALL_BYTES."""
         batch: dict[asyncio.Future[bytes], bytes] = {}
         num_bytes = 0
         while self._unsent and num_bytes < MAX_CALL_BYTES:

@@ -1,18 +1,13 @@
 """The trajectory queue as the supervisor calls it; a queue that died is replaced during the call.
 
-If the queue's process dies, Ray starts it again under the same handles, but without its state.
-Therefore each reply to a call that changes the queue contains a cut (`QueueCut`): the queue's
-state, and the events since the last cut. `RestartableQueue` processes the cuts in order: it keeps
-the newest state, and passes events and summaries to the recorder. If the queue dies, the new
-process gets the kept state, and the calls that the dead queue did not answer are repeated. Cuts do
-not contain the tasks; `RestartableQueue` keeps the tasks itself.
+Ray starts a dead queue again under the same handles, but without its state. Therefore each reply to
+a call that changes the queue contains a cut (`QueueCut`): the queue's state, and the events since
+the last cut. `RestartableQueue` gives the newest state to a new queue, and repeats the calls
+without a reply. Cuts do not contain the tasks; `RestartableQueue` keeps the tasks itself.
 
-Invariants: a call returns only after its cut is processed. So a restarted queue knows everything
-that earlier calls have returned to the training loop. A step that the loop has taken is not taken a
-second time.
-
-After a restart, two kinds of rollouts are played again: rollouts that ended after the newest cut,
-and rollouts whose trajectories were in the queue.
+Invariant: a call returns only after its cut is processed. So a restarted queue knows everything
+that earlier calls have returned, and no step is taken twice. Rollouts that ended after the newest
+cut are played again, and so are rollouts whose trajectories were in the queue.
 """
 
 from __future__ import annotations
@@ -164,12 +159,11 @@ class RestartableQueue:
     ) -> Any:
         """Make a call that changes the queue; process the cut in the answer, and return the value.
 
-        The cut has the queue's state and its events since the last cut. The call completes even if
-        its caller is cancelled, because the cuts of later calls wait for this call's cut.
         admitted: the new groups, if the call is `admit`.
         """
         call = self._changing.begin(self._make_change(method, *arguments, admitted=admitted))
         call.add_done_callback(_read_error)
+        # Not cancelled with its caller: the cuts of later calls wait for this call's cut.
         return await asyncio.shield(call)
 
     async def _make_change(
@@ -196,8 +190,7 @@ class RestartableQueue:
     def _keep(self, cut: QueueCut, admitted: Sequence[GroupRequest]) -> None:
         """Keep the queue's state and the tasks of its groups; pass its events to the recorder.
 
-        cut: the state, and the events since the last cut. admitted: the new groups, if the cut is
-        the answer to `admit`.
+        admitted: the new groups, if the cut is the answer to `admit`.
         """
         if cut.snapshot is not None:
             tasks = self._tasks | {request.group_number: request.task for request in admitted}
@@ -256,10 +249,10 @@ class CutsInOrder:
     """
 
     def __init__(self, keep: Keep) -> None:
-        """Begin with cut 0 of the queue's first process.
+        """Expect cut 0 of the queue's first process as the next cut.
 
-        keep: called with each cut (the queue's state from a reply) and the cut's new groups, in the
-        order of the cuts. `take_in` receives the new groups as `admitted`.
+        keep: called once for each cut, in their order, with the cut and the groups that were
+        admitted with it.
         """
         self._keep = keep
         self._num_kept = [0]

@@ -1,14 +1,12 @@
 """A trainer that outlives its ranks: it has the calls of `TrainerGroup`, but can replace the group.
 
-If a rank is lost, a new group of ranks loads the newest committed checkpoint. It trains the steps
-since the checkpoint again, in order, from shards that were kept for this. Then the interrupted call
-is repeated. The caller only waits longer for its answer, and no rollout is played again.
+If a rank is lost, a new group of ranks loads the newest committed checkpoint. The group trains the
+later steps again from kept shards. Then the interrupted call is repeated; no rollout is.
 
 On CUDA, or with another number of threads, the new ranks may get other weights than the lost ranks
-had. To notice this, the ranks return a fingerprint of their state after every step. The weights of
-a version must not change once an engine may have them. If the new ranks have other weights then,
-these weights become the next version. Until this version is published, `score`, `step` and
-`begin_save` raise `WeightsMoved`.
+had. Fingerprints of the ranks' state after every step show the difference. The weights of a version
+must not change once an engine may have them: different weights become the next version. Until this
+version is published, `score`, `step` and `begin_save` raise `WeightsMoved`.
 """
 
 from __future__ import annotations
@@ -264,8 +262,7 @@ class RestartableTrainer:
     ) -> _Result:
         """Call the group and return its answer. If a rank is lost, replace the group and repeat.
 
-        is_publish: whether the call is part of a publication. If the new group has a new version to
-        publish, all other calls raise WeightsMoved until this version is published.
+        Raises: WeightsMoved if a version must be published first, and `is_publish` is false.
         """
         while True:
             if self._must_publish and not is_publish:
@@ -330,20 +327,15 @@ class RestartableTrainer:
             await group.renumber(group.version, self.republished)
 
     async def _renumber(self, version: int) -> None:
-        """Set the new ranks' policy version to `version`; the weights do not change.
-
-        This prepares a step that is trained again. The ranks refuse shards that were made for
-        another version than theirs.
-        """
+        """Set the new ranks' policy version to `version`; the weights do not change."""
+        # When a step is trained again, the ranks refuse shards that were made for another version.
         if self._group.version != version:
             await self._group.renumber(version, self.republished)
 
     async def _take_over(self) -> None:
         """Choose the version number of the new ranks' weights, and set it on the ranks.
 
-        The number is kept if the new weights equal the lost ranks' weights, or if no engine can
-        have the lost ranks' weights. Otherwise the new weights get the next number.
-        Equal weights that the lost ranks began to broadcast to the engines are broadcast again.
+        The number grows if the weights have changed and an engine may have the lost ranks' weights.
         """
         fingerprint = await self._group.fingerprint()
         is_same = fingerprint == self._fingerprint

@@ -343,11 +343,9 @@ class RunView:
         return has_report
 
     def _write_report(self, reason: str) -> bool:
-        """Write the report and the summary; return False if the run has a newer lease.
-
-        The process with the newer lease writes them instead.
-        """
+        """Write the report and the summary; return False if the run has a newer lease."""
         if self._store.newest_term() != self._recorder.term_number:
+            # The process with the newer lease writes them instead.
             return False
         history = read_history(self._store)
         summary = self._summarize(history, reason=reason)

@@ -1,10 +1,9 @@
 """Run supervised training on chats, with checkpoints and a record of each step.
 
-Trainer ranks, checkpoints and the replacement of lost ranks work as in RL (`rayloom train`). A
-directory of `rayloom sft` has no database. A checkpoint is complete if it has a manifest, and a
-resumed training continues from the newest complete checkpoint. Invariants: a step depends only on
-the chats, the seed and the step's number, so a training that was killed has the same losses after
-it resumes; `metrics.jsonl` has one line for each step. `service.cli.sft` calls this module.
+Ranks and checkpoints work as in RL (`rayloom train`), but the directory has no database. A
+checkpoint is complete if it has a manifest. A resumed training continues from the newest complete
+checkpoint. Invariants: a step depends only on the chats, the seed and the step's number, so a
+resumed training has the same losses. `metrics.jsonl` has one line for each step.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class SftRun:
             await asyncio.sleep(_LOOK_S)
 
     async def _start(self) -> tuple[RestartableTrainer, int, Path | None]:
-        """Start the ranks from the newest checkpoint that can be loaded, or from the model.
+        """Start the ranks from the newest checkpoint that loads, or from the model if none exists.
 
         Returns: the trainer, the number of finished steps, and the checkpoint (None for the model).
         """
@@ -227,11 +226,9 @@ class SftRun:
         return record
 
     async def _save(self, trainer: RestartableTrainer, step: int) -> Path:
-        """Write a checkpoint, remove the oldest checkpoints, and return the new one's directory.
-
-        The write is repeated if ranks are lost.
-        """
+        """Write a checkpoint, remove the oldest checkpoints, and return the new one's directory."""
         path: Path | None = None
+        # Repeat the write if ranks are lost.
         while path is None:
             await trainer.begin_save(step, term=self._term)
             path = await trainer.finish_save()
@@ -243,10 +240,7 @@ class SftRun:
         return path
 
     def _keep_metrics(self, done: int) -> None:
-        """Remove the records of steps after `done` from `metrics.jsonl`.
-
-        These steps are trained again, and then recorded again.
-        """
+        """Remove from `metrics.jsonl` the steps after `done`, which are trained again."""
         if not self._metrics.exists():
             return
         lines = self._metrics.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -279,9 +273,6 @@ def _record(stats: StepStats, *, epoch: int, seconds: float) -> SftStep:
 
 
 def _newest_term(directory: Path) -> int:
-    """Return the newest term that has claimed the directory; 0 if none has.
-
-    Each start of a training claims the directory under the next number.
-    """
+    """Return the newest term (number of a start) that claimed the directory; 0 if none has."""
     file = directory / CLAIM
     return int(file.read_text() or 0) if file.is_file() else 0

@@ -90,13 +90,10 @@ def phase_values(phase: Phase) -> tuple[Metric, ...]:
 
 
 def _start_named(start: Callable[[], Any], *, name: str, limit_s: float = NAME_LIMIT_S) -> Any:
-    """Call `start` again and again until it has started the actor; return the actor.
-
-    `start` fails while the actor's name is taken, and Ray frees the name of a dead actor with a
-    delay. Raises: TimeoutError.
-    """
+    """Call `start` until it has started the actor; raise TimeoutError after `limit_s`."""
 
     def attempt() -> Any:
+        # The name is still taken: Ray frees the name of a dead actor with a delay.
         with suppress(ValueError):
             return start()
         return None
@@ -260,10 +257,7 @@ class SupervisorWatcher:
         ray.kill(self._supervisor)
 
     def _follow(self, running: Any) -> None:
-        """Show statuses, and pass on a request to stop, until `running` has ended.
-
-        running: Ray reference of the call of the supervisor's `run`.
-        """
+        """Show statuses, and pass on a request to stop, until the supervisor's `run` has ended."""
         is_stop_sent = False
         while True:
             if self._question is None:

@@ -1,11 +1,10 @@
 """The supervisor: an actor that runs a run's terms (`term`), one after another.
 
-The command line and the Ray Serve entry point both start this actor and show its status. A term is
-the time under one lease of the run's database, which only one process can have. The loss of an
-actor ends the term, and the next term continues from the newest checkpoint; a newer lease of
-another process ends the supervisor. The run's actors are children of the supervisor, so that they
-end with it, except the engines, the weight board and the metrics endpoint. `run_view` has the data
-that the supervisor shows.
+A term is the time under one lease of the run's database; one process at a time has the lease. If an
+actor is lost, the next term continues from the newest checkpoint. If another process takes the
+lease, the supervisor ends. The run's actors are children of the supervisor and end with it, except
+the engines, the weight board and the metrics endpoint. `run_view` has the status that the command
+line and the Ray Serve entry point show.
 """
 
 from __future__ import annotations
@@ -381,10 +380,8 @@ class Supervisor:
         return await getattr(self._control, call)(*arguments, **named)
 
     async def _evict(self, group_id: str) -> bool:
-        """Cancel a group of rollouts in the queue; return False if a step trains on it already.
-
-        If no term has a queue now, return True: the next term cancels the group at its start.
-        """
+        """Cancel a group of rollouts in the queue; return False if a step trains on it already."""
+        # Without a queue, the next term cancels the group at its start.
         with suppress(ActorLost):
             term = self._control.term
             return term is None or await term.queue.cancel_group(group_id)
@@ -437,8 +434,7 @@ class Supervisor:
     async def _run_one_term(self) -> str:
         """Run one term to its end; return why the run has ended.
 
-        Raises: GoingBack, ActorLost, ParentUnusable if another term may follow; otherwise the
-        errors of `run`.
+        Raises: GoingBack, ActorLost, ParentUnusable if another term may follow; any error of `run`.
         """
         lease = await self._wait_for_lease()
         if lease is None:
@@ -493,10 +489,10 @@ class Supervisor:
             working.result()
 
     async def _wait_for_lease(self) -> Lease | None:
-        """Return the run's lease; None if a stop was requested while this waited for the lease.
+        """Return the run's lease once no other process has it; None if a stop was requested first.
 
-        If another process owns the run, wait until the run is free. Raise LeaseHeld instead if
-        `when_held` is not "wait", or if this supervisor had a lease before.
+        Raises: LeaseHeld instead of waiting if `when_held` is not "wait", or if this supervisor had
+        a lease before.
         """
         while True:
             try:
@@ -512,8 +508,6 @@ class Supervisor:
 
     async def _take_lease(self) -> Lease:
         """Take the lease of a new term, and return it.
-
-        The run's status then shows the rollout counts of the checkpoint where the term begins.
 
         Raises: LeaseHeld; LeaseLost; StoreError if no checkpoint is readable.
         """
@@ -541,10 +535,9 @@ class Supervisor:
                 )
 
     def _take_readable(self) -> tuple[Lease, list[Checkpoint]]:
-        """Take the lease of a new term (a start or recovery); return the lease and all checkpoints.
+        """Take the lease of a new term; return the lease and all checkpoints.
 
-        The term continues from the requested checkpoint. Without a request, the term continues from
-        the newest intact checkpoint.
+        The term continues from the requested checkpoint, or else from the newest intact checkpoint.
         """
         commits = self._store.checkpoints()
         sound = [commit for commit in commits if commit.directory not in self._unreadable]

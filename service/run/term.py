@@ -1,9 +1,8 @@
 """One term of a run: start the actors, run the loop, and end the actors.
 
-A term is the time under one lease of the run's database. It ends when the run ends, when it is
-stopped, or when an actor is lost that cannot be replaced in place; the supervisor then starts the
-next term from the newest committed checkpoint. A run that is resumed by its user and a run that
-recovers from a fault start their terms in the same way.
+A term is the time under one lease of the run's database. It ends when the run ends or is stopped,
+or when an actor is lost that cannot be replaced in place. The next term, of a recovered or a
+resumed run, continues from the newest committed checkpoint.
 """
 
 from __future__ import annotations
@@ -405,10 +404,7 @@ class Term:
         )
 
     def _heed_check(self, check: LogprobCheck | None) -> None:
-        """Raise RunFailed if the check at the start found differing log-probabilities.
-
-        check: None if no engine answered in time, which causes only a notice.
-        """
+        """Raise RunFailed if the check at the start found differing log-probabilities."""
         if check is None:
             self._recorder.notice(
                 "trainer and engines were not compared: no engine has scored the text in time; "

@@ -1,10 +1,9 @@
 """A trace for each rollout, from its submission to the optimiser step that trained on it.
 
-The supervisor writes the whole trace when the rollout is trained or evicted. It makes the trace
-from the queue's events, so the actors pass no trace context to each other. A time may be late by
-one poll of the queue, because only a poll delivers the events. Of the step's stages, only the
-durations are known. The trace shows the stages one after another, so that the last stage ends when
-the queue reports the rollout as trained.
+The supervisor makes the trace from the queue's events when the rollout is trained or evicted, so
+the actors pass no trace context. Times may be late by one poll of the queue. The stages of a step
+are shown one after another, because only their durations are known. The last stage ends when the
+queue reports the rollout as trained.
 
 A thread sends the traces over OTLP; traces that a collector does not accept in time are dropped. If
 a supervisor dies, the traces of the rollouts in flight begin when its successor starts.
@@ -142,10 +141,7 @@ class RolloutTraces:
     def _write(
         self, rollout_id: str, rollout: _Rollout, *, reason: str, record: StepRecord | None
     ) -> None:
-        """Write the trace of a rollout that was trained or evicted.
-
-        record: the step that trained on the rollout; None if the rollout was evicted.
-        """
+        """Write the trace of a rollout that the step `record` trained, or that was evicted."""
         began = rollout.admitted_at if rollout.accepted_at is None else rollout.accepted_at
         root = self._tracer.start_span("rollout", start_time=_ns(began))
         root.set_attribute("rayloom.rollout_id", rollout_id)

@@ -1,11 +1,10 @@
 """A run as a Ray Serve deployment, for clusters on which nobody runs the command line.
 
-The deployment has one replica. It starts the run's supervisor, and a new one if the supervisor
-dies. If the replica dies, Serve restarts it, and the run resumes from its newest checkpoint, as
-with `--resume`. The replica and the run's metrics stay available after the run has ended. A refused
-start is tried again, because its cause may be outside the run. A failed run is started again, a
-limited number of times and with growing pauses. A run that finished, or that another process took
-over, is not started again.
+The deployment has one replica, which starts the run's supervisor and replaces a dead supervisor. If
+the replica dies, Serve restarts it, and the run resumes from its newest checkpoint. A refused start
+is tried again, because its cause may be outside the run. A failed run is started again, a limited
+number of times and with growing pauses. A run that finished, or that another process took over, is
+not started again. The replica and the run's metrics stay available after the run's end.
 """
 
 from __future__ import annotations

@@ -69,11 +69,7 @@ def postgresql_engine(url: URL, schema: str | None, count_failure: Callable[[], 
 def _follow(
     engine: Engine, current: SecretFile[URL], arguments: Callable[[URL], dict[str, Any]]
 ) -> None:
-    """Make an engine read the database's URL from the file again for each new connection.
-
-    An open connection with an earlier URL is replaced before its next use, because the user in that
-    URL may no longer exist.
-    """
+    """Make an engine read the database's URL from the file again for each new connection."""
 
     def connect(dialect: Any, record: Any, positional: list[Any], named: dict[str, Any]) -> None:
         url = current.value()
@@ -83,6 +79,7 @@ def _follow(
         record.info["url"] = url
 
     def check_out(_connection: Any, record: Any, _proxy: Any) -> None:
+        # Replace an open connection: the user in its URL may no longer exist.
         if record.info["url"] != current.value():
             raise DisconnectionError("the URL of the database has changed")
 

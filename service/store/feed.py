@@ -1,9 +1,8 @@
 """The stored feed of a run: the events that clients read (see `service.intake.listing`).
 
 A writer adds entries in the transaction that stores the reported events. All writers of a run
-exclude each other, so numbers grow in the order of the commits: after a reader has seen a number,
-no smaller number is added. A tenant's entries also have the tenant's own numbers, which grow in the
-same way and reveal nothing about other tenants.
+exclude each other. So after a reader has seen a number, no smaller number is added. A tenant's
+entries also have the tenant's own numbers, which reveal nothing about other tenants.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Find a run's surviving rows, which are those that no return to a checkpoint undid.
 
-A term is the part of a run from a start, recovery or return to the next. If a term starts from a
-checkpoint of an earlier term, two parts of the earlier term survive: its steps up to this
-checkpoint, and its events up to the last event that the checkpoint contains. The later rows of the
-earlier term are superseded. The report and `inspect` show surviving rows; the metrics count all
-rows that were ever stored, superseded ones included.
+A term is the part of a run from a start, recovery or return to the next. A term may start from a
+checkpoint of an earlier term. Then the earlier term's steps up to the checkpoint survive, and the
+events that the checkpoint contains. The earlier term's later rows are superseded. The report and
+`inspect` show surviving rows; the metrics count all rows that were ever stored.
 """
 
 from __future__ import annotations
@@ -180,9 +179,9 @@ def records_after(store: ReadOnlyStore, places: Mapping[RecordKind, Place]) -> l
 
 
 def _rows_behind(kind: RecordKind, span: Span, step: int, number: int) -> Select[Any]:
-    """Return a query for a span's records of one kind after the position (step, number).
+    """Return a query for a span's records after the position (step, number).
 
-    Each row of the query's result has a record's step, its number, and the record.
+    Each row of the result has a record's step, its number, and the record.
     """
     if kind is RecordKind.STEP:
         columns = tables.steps.c
@@ -388,8 +387,7 @@ def within(columns: Any, span: Span) -> ColumnElement[bool]:
 def _lineage(connection: Connection, term: int) -> list[tuple[int, Checkpoint | None]]:
     """Return `term` and the earlier terms that it continues, newest first, with their ends.
 
-    The end of an earlier term is the checkpoint from which the next term of the list started.
-    The end of `term` itself is None.
+    An earlier term's end is the checkpoint from which the newer term in the list started.
     Example: term 3 started from checkpoint c of term 1 -> [(3, None), (1, c)]
     """
     leases = tables.leases.c

@@ -1,14 +1,11 @@
 """The migrations of a run's database: steps from an older format to the current one.
 
-Invariants: a step converts format N to N + 1 and is never edited after its release. A step uses
-only the connection, so that it can be run again after a rollback. No step changes the tables
-`format`, `leases` and `checkpoints`, which are read before the conversion. All steps run in one
-transaction, so a database is never between two formats. A starting run migrates its database in
-the transaction that makes it the only writer (`RunStore`), so two processes never migrate at once.
-
-A step describes the tables as they were in its format, with its own `MetaData`, because the tables
-in `tables.py` change. Every step gets its own test in `tests/store/test_migrations.py`, which also
-compares a migrated database with a new one.
+A step converts format N to N + 1, and is never edited after its release. A step has its own
+`MetaData` with the tables of its format, because `tables.py` changes. A step uses only the
+connection, so that it can run again after a rollback. No step changes the tables `format`, `leases`
+and `checkpoints`, which are read before the conversion. All steps run in the transaction that makes
+a starting run the only writer (`RunStore`), so two processes never migrate at once. Every step gets
+its own test in `tests/store/test_migrations.py`.
 """
 
 from __future__ import annotations
@@ -64,11 +61,8 @@ def _keep_what_was_asked_of_turns(connection: Connection) -> None:
 
 
 def _keep_which_message_was_instructions(connection: Connection) -> None:
-    """Add a column that says whether a conversation's first message came from `instructions`.
-
-    If the column `is_instructed` is true, the `instructions` of a later request replace the first
-    message. Old rows get true: earlier versions of the service replaced every first system message.
-    """
+    """Add a column that says whether a conversation's first message came from `instructions`."""
+    # True: earlier versions let new `instructions` replace every first system message.
     column: Column[object] = Column("is_instructed", Boolean, nullable=False, server_default=true())
     add_column(connection, "session_turns", column)
 

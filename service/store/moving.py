@@ -1,10 +1,9 @@
 """Copy a run's rows to another SQLite or PostgreSQL database, and move a run there.
 
-Invariants: the copy is one transaction (in SQLite, one rename), so that a new database has all rows
-or does not exist. The old database refuses every write before the first row is read, so that the
-copy misses nothing. A record in the run's directory says where the run's database is; it is
-replaced last. If a move is killed, the run therefore stays in the old database, and a second move
-completes it. The commands `move`, `backup` and `restore` call this module.
+The copy is one transaction (in SQLite, one rename), so a new database has all rows or does not
+exist. The old database is closed to writes before the first row is read. The record of the run's
+database, in the run's directory, is replaced last. If a move is killed, the run therefore stays in
+the old database, and a second move completes it.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def move_run(source_url: str, url: str, *, run_dir: Path, store_file: Path) -> i
 def _is_copied(source: ReadOnlyStore, url: str) -> bool:
     """Return whether the database at `url` is a copy of the run with the same newest term.
 
-    If the database is an SQLite file whose run was moved away, the file is renamed to make room.
-    Raises: StoreError if the database has another run.
+    An SQLite file whose run was moved away is renamed. Raises: StoreError for another run.
     """
     file = sqlite_file(url)
     if file is not None and not os.path.exists(file):
@@ -189,10 +187,7 @@ def _last_number(connection: Connection, name: str, column: str) -> int:
 
 
 def _sequence(connection: Connection, name: str, column: str) -> Any:
-    """Return a query for the last number that PostgreSQL's sequence of a column has given.
-
-    The query's result is null if the sequence has given no number.
-    """
+    """Return a query for the last number that a column's sequence in PostgreSQL gave, or null."""
     return select(func.pg_sequence_last_value(_sequence_name(connection, name, column)))
 
 

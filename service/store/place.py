@@ -2,12 +2,11 @@
 
 The URL is sqlite:////DIR/rayloom.db, or postgresql+psycopg://USER@HOST:PORT/DATABASE?schema=RUN,
 where each run has its own schema. No file, log, message or process title of Rayloom contains a
-password. A process that connects takes the password, and also the server, the user and the TLS
-options, from the URL in its variable RAYLOOM_DATABASE_URL. Without this variable, it uses the
-recorded URL with the password sources of PostgreSQL's own clients (PGPASSWORD, ~/.pgpass).
-
-The variable RAYLOOM_DATABASE_URL_FILE can name a file with the URL instead. The file is read again
-for new connections (`service.store.database_engines`).
+password. A process takes password, server, user and TLS options from the URL in the variable
+RAYLOOM_DATABASE_URL. The variable RAYLOOM_DATABASE_URL_FILE can name a file with this URL instead.
+The file is read again for new connections (`service.store.database_engines`). Without these
+variables, a process uses the recorded URL and the password sources of PostgreSQL's own clients
+(PGPASSWORD, ~/.pgpass).
 """
 
 from __future__ import annotations
@@ -241,8 +240,7 @@ def _source(environ: Mapping[str, str] = os.environ) -> str:
 def _parsed(text: str, *, source: str) -> URL:
     """Parse a URL; raise StoreError if it is not the URL of a PostgreSQL database.
 
-    source: the variable that has the URL. The error names the variable and not the URL, which may
-    contain a password.
+    source: the variable that has the URL, for the error.
     """
     try:
         url = make_url(text)
@@ -252,6 +250,7 @@ def _parsed(text: str, *, source: str) -> URL:
         got = "no URL" if url is None else f"a URL of {url.drivername}"
         if url is not None and url.drivername in _ACCEPTED:
             got = "a URL without a database"
+        # The URL may contain a password, so the error does not show it.
         raise StoreError(
             f"{source}: got {got}, expected postgresql://USER@HOST:PORT/DATABASE; for SQLite on a "
             "local disk use --state-dir"

@@ -1,19 +1,18 @@
 """Remove the rows of a run that no resume, report, API call or `inspect` needs any more.
 
-The supervisor calls `forget` after each committed checkpoint. Each start or recovery of a run
-begins a term, and only the newest term can remove rows, in one transaction. Sums are kept
-incrementally (`service.telemetry.totals`), so that no sum changes when rows are removed.
+`forget` runs after each committed checkpoint, in one transaction. Only the newest term can remove
+rows. Totals are stored separately (`service.telemetry.totals`), so removing rows does not change
+them.
 
 - Rows that the run undid by returning to an older checkpoint are removed at once.
-- Queue snapshots are kept for the newest `run.keep_checkpoints` checkpoints, the best
-  `run.keep_best`, and the `milestones`. A run can go back only to these kept checkpoints.
-- Step records are kept for the first 5 steps, the newest 256 steps, the steps of the journal, the
-  steps since the oldest of the newest `run.keep_checkpoints` checkpoints, and the step of each kept
-  checkpoint. Of all other steps, one of every 2^k is kept. k is as small as possible, but no more
-  than 257 of these steps may remain. The same rules hold for evaluations.
-- Ledger events are kept for the steps after the oldest kept checkpoint, and for the steps of the
-  journal, which `inspect --audit` compares with the events. Events of
-  `algorithm.max_policy_age` earlier steps are kept too, because a group may be admitted up to that
+- Queue snapshots are kept for the checkpoints to which the run can return: the newest
+  `run.keep_checkpoints`, the best `run.keep_best`, and the `milestones`.
+- Step records and evaluations are kept for the first 5 steps, the newest 256 steps, the steps of
+  the journal, the steps since the oldest of the newest `run.keep_checkpoints` checkpoints, and the
+  steps of all kept checkpoints. Of the other steps one of every 2^k is kept, with the smallest k
+  that leaves at most 257.
+- Ledger events are kept for the steps after the oldest kept checkpoint and for the journal's steps.
+  Events of `algorithm.max_policy_age` earlier steps are kept too: a group may be admitted that
   number of versions before its step.
 """
 
@@ -111,13 +110,10 @@ def _forget_superseded(connection: Connection, spans: Sequence[Span]) -> None:
 
 
 def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
-    """Remove the rows of all checkpoints except those with the ids `kept`.
-
-    If the run has continued from a checkpoint, the checkpoint's row stays, because the row shows
-    the lineage. Only the row's queue snapshot, totals and curriculum are removed.
-    """
+    """Remove the rows of all checkpoints except those with the ids `kept`."""
     table, leases = tables.checkpoints, tables.leases.c
     others = table.c.id.not_in(kept)
+    # The row of a checkpoint from which the run has continued stays, as it shows the lineage.
     joints = select(leases.parent_checkpoint).where(leases.parent_checkpoint.is_not(None))
     connection.execute(delete(table).where(others, table.c.id.not_in(joints)))
     connection.execute(
@@ -128,11 +124,7 @@ def _forget_snapshots(connection: Connection, kept: Sequence[int]) -> None:
 
 
 def _thin(connection: Connection, table: Table, *, last_step: int, spared: Sequence[int]) -> None:
-    """Remove most rows of the steps up to last_step, and keep every (2^k)-th of these steps.
-
-    The first five steps and the `spared` steps are kept too. The module's docstring says how k is
-    chosen.
-    """
+    """Remove most rows of the steps up to `last_step`, by the rules of this module."""
     stride, step = 1, table.c.step
     while last_step // stride > OLDER_STEPS:
         stride *= 2
@@ -150,11 +142,9 @@ def _thin(connection: Connection, table: Table, *, last_step: int, spared: Seque
 
 
 def _forget_events(connection: Connection, *, last_step: int) -> None:
-    """Remove all ledger events up to the last event of the step `last_step`.
-
-    Only the oldest events are removed, so the numbers of the remaining ones have no gaps.
-    """
+    """Remove all ledger events up to the last event of the step `last_step`."""
     events = tables.events.c
+    # Only the oldest events are removed, so the other events' numbers have no gaps.
     last_seq = connection.scalar(select(func.max(events.seq)).where(events.step <= last_step))
     if last_seq is not None:
         connection.execute(delete(tables.events).where(events.seq <= last_seq))

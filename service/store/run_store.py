@@ -1,9 +1,8 @@
 """Store the durable state of a run in SQLite or in PostgreSQL, under a lease.
 
-Invariants: each new term has a greater number, and only the owner of the newest term writes. A
-checkpoint is committed in one transaction, which checks the lease and stores the checkpoint with
-its ledger. A lease is taken in one transaction too. If the caller requests it, this transaction
-checks that no earlier owner is alive.
+Invariants: each new term has a greater number, and only the owner of the newest term writes. One
+transaction checks the lease and stores a checkpoint with its ledger. One transaction takes a lease
+and, if the caller requests it, checks that no earlier owner is alive.
 """
 
 from __future__ import annotations
@@ -169,10 +168,7 @@ class RunStore(ReadOnlyStore):
         self._log_move(self._database.write(move))
 
     def _check_free(self, connection: Connection, *, replaces: str = "") -> None:
-        """Raise LeaseHeld if a live process owns the run.
-
-        replaces: HOST:PID of an owner that is known to be dead and therefore does not count.
-        """
+        """Raise LeaseHeld if a live process owns the run; `replaces` (HOST:PID) counts as dead."""
         held = self._live_owner(connection)
         if held is not None and held.name != replaces:
             raise LeaseHeld(

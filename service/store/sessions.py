@@ -1,10 +1,9 @@
 """The stored sessions of external agents: their keys, their sampled turns, and their ends.
 
 Invariants:
-- After a turn is stored, only its flag `is_unseen` can change.
+- Only the flag `is_unseen` of a stored turn can change.
 - A session gets no turn after its end, or after its submission was cancelled or ended.
-- A session's row is inserted and deleted together with its submission
-  (`service.store.submissions`).
+- A session's row is inserted and deleted with its submission (`service.store.submissions`).
 - Only the gateway changes a session's row. The exception is `end_sessions_of`, which ends a session
   when its submission ends or is cancelled.
 """
@@ -209,10 +208,9 @@ def end_sessions_of(connection: Connection, submission_ids: Sequence[str], *, wh
 
 
 class _Rows:
-    """Applies changes to the state of sessions in memory, and collects the rows to write.
+    """Applies changes to sessions in memory, and collects the rows to write.
 
-    An object is used in one transaction: `take` applies one change after another, and the collected
-    rows are written after the last change.
+    An object serves one transaction: `take` every change, then write the collected rows.
     """
 
     def __init__(
@@ -332,14 +330,14 @@ class _Rows:
 def _turns(rows: Iterable[Row[Any]], first: Mapping[int, int]) -> tuple[SessionTurn, ...]:
     """Make turns from rows, and mark the policy versions that the run has undone since.
 
-    Versions are undone when a later term of the run starts from an earlier checkpoint.
-    rows: each has the term in which the turn was stored, and the columns `_TURN_FIELDS`.
-    first: the policy version with which each term started, by term.
+    rows: a turn's term, then the columns `_TURN_FIELDS`. first: the first policy version of each
+    term.
     """
     turns: list[SessionTurn] = []
     for row in rows:
         term, values = row[0], row[1:]
         turn = SessionTurn(**dict(zip(_TURN_FIELDS, values, strict=True)))
+        # A later term that starts from an earlier checkpoint undoes versions.
         spans = marked(turn.version_spans, undone_after(term, first))
         turns.append(turn if spans == turn.version_spans else replace(turn, version_spans=spans))
     return tuple(turns)
@@ -434,7 +432,7 @@ def _marks(
     """Find the stored turns that have the session and number of a turn in `changes`.
 
     Returns: (session id, turn number) -> (request id, time) of the stored turn. A turn in `changes`
-    with this request id and time is stored already. Any other turn with the number came too late.
+    with another request id or time came too late.
     """
     turns = tables.session_turns.c
     added = [

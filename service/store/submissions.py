@@ -1,11 +1,10 @@
 """The stored submissions of clients.
 
 A submission is a task that a client sent. The store saves a submission before the client gets an
-answer, and saves the group of rollouts that plays the submission before these rollouts start.
+answer, and saves its group of rollouts before these rollouts start.
 
-A term is the part of a run from a start, a recovery or a return to an older checkpoint until the
-next of these. Every write names the supervisor's term, and fails with LeaseLost if another
-supervisor has begun a newer term. Reads leave out rows that a later term undid.
+A term begins at a start, a recovery or a return to a checkpoint. A write fails with LeaseLost if
+another supervisor has begun a newer term. Reads leave out rows that a later term undid.
 
 When a submission is over, the store deletes the task, the bindings to groups, the results and the
 turns of the sessions. The id, the digest, the final state and the rows of the sessions stay until
@@ -392,8 +391,7 @@ class SubmissionStore:
 def _forget_turns(connection: Connection, submission_ids: Sequence[str]) -> None:
     """Delete the turns of these submissions' sessions, and the contents of their uploads.
 
-    The caller also deletes the submissions' requests, in the same transaction. No turn is added
-    later, because `SessionStore.apply` refuses turns of a submission without a request.
+    The caller must delete the submissions' requests in the same transaction, to stop later turns.
     """
     sessions = tables.sessions.c
     of_them = select(sessions.id).where(sessions.submission_id == bindparam("of_submission"))

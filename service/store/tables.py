@@ -1,11 +1,10 @@
 """The tables of a run's database, as SQLAlchemy describes them.
 
-Each start, recovery or return to a checkpoint begins a new term of the run. A new row in
-`checkpoints` commits a checkpoint, from which a later term can continue. Each row of `events`,
-`steps` and `evaluations` names the term that wrote it. If a later term continues from an older
-checkpoint, `lineage.py` decides which of these rows remain valid. `retention.py` decides how long
-rows are kept. `event_totals` and `step_totals` count everything that was ever stored. Submissions,
-sessions with their turns, keys and uploaded trajectories stay valid in every later term.
+Each start, recovery or return to a checkpoint begins a new term of the run. A row in `checkpoints`
+commits a checkpoint, from which a later term can continue. Each row of `events`, `steps` and
+`evaluations` names its term. `lineage.py` decides which of these rows are valid in a later term,
+and `retention.py` decides how long rows are kept. `event_totals` and `step_totals` count everything
+that was ever stored. Rows of submissions, sessions, keys and uploads stay valid in every term.
 """
 
 from __future__ import annotations

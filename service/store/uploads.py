@@ -261,11 +261,10 @@ class _Intake:
         )
 
     def _agree(self, policy: GroupPolicy) -> None:
-        """Set a group's number of members to the number in a client's policy.
+        """Set a group's number of members to the number in a client's policy, if any.
 
-        Do nothing if the policy has no number.
-        Raises: GroupDiffers if the group already has another number of members, or more uploads
-        than the policy's number.
+        Raises: GroupDiffers if the group already has another number of members, or too many
+        uploads.
         """
         wanted = policy.num_members
         group = self._groups.get(policy.id) or _new_group(policy.id)
@@ -286,10 +285,7 @@ class _Intake:
         )
 
     def _refusal(self, upload: Upload) -> tuple[UploadRefusal, str] | None:
-        """Return the code and text of an upload's refusal; None if the upload is not refused.
-
-        A repeat of an earlier upload is not refused.
-        """
+        """Return the code and text of an upload's refusal; None if it is valid or a repeat."""
         limits, known = self._limits, self._digests.get(upload.id)
         if known is not None:
             if known == upload.digest:

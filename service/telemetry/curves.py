@@ -110,11 +110,7 @@ def _outcome_shares(prefix: str, outcomes: Mapping[Outcome, int]) -> dict[str, f
 
 
 def _cleaned(curves: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite values under unique names that every tracker accepts.
-
-    Letters, combining marks and digits of any script are kept in a name; most other characters are
-    replaced. If two names would become equal, a digest is appended to both.
-    """
+    """Return the finite values under unique names that every tracker accepts."""
     finite = {name: value for name, value in curves.items() if math.isfinite(value)}
     names = {name: _clean_name(name) for name in finite}
     num_same = Counter(names.values())

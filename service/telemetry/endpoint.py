@@ -1,11 +1,10 @@
 """Serve all metrics of a run at one HTTP endpoint, to which the run's processes push.
 
 The endpoint outlives the processes. A process pushes two kinds of metrics:
-- *Increments* are for counters and histograms that the database does not store. They say how much
-  each has increased since the last push. The endpoint adds them up, and keeps the sums after the
-  process dies.
-- *Values* are the current values of all other metrics. The next push replaces them, and the
-  endpoint removes them when the process stops pushing.
+- *Increments*: the increases since the last push of counters and histograms that the database does
+  not store. The endpoint adds them up, and keeps the sums after the process dies.
+- *Values*: the current values of all other metrics. The endpoint removes them when the process
+  stops pushing.
 
 Each push has a number, so that a repeated push counts once. Each process has an epoch, so that the
 endpoint ignores the pushes of a replaced process.
@@ -257,10 +256,7 @@ class Pusher:
         return address
 
     def _increments(self, gained: Iterable[Metric]) -> Iterable[Metric]:
-        """Yield the increases of counters and histograms since the last push.
-
-        A new series is yielded even if its increase is 0.
-        """
+        """Yield the increases since the last push; a new series is yielded even if it is 0."""
         for family in gained:
             grown = Metric(family.name, family.documentation, family.type)
             for sample in family.samples:

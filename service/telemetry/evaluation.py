@@ -1,9 +1,8 @@
 """Compute the results of an evaluation: avg@n, pass@k and majority@n over its rollouts. Pure.
 
 A rollout that ended with an error (`UNSCORED`) does not count as one of the n samples, so it cannot
-lower the results; it is counted only in the outcomes. The value of a sample is its return, divided
-by the best possible return if that is known. This module is called for evaluations that the
-training loop schedules, for those that an operator requests, and by `rayloom evaluate`.
+lower the results. Such a rollout is counted only in the outcomes. The value of a sample is its
+return, divided by the best possible return if that is known.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def evaluation_record(
     at that time. name: name of the task set; empty for the run's own set.
     """
     scored = [each for each in summaries if is_scored(each)]
-    is_scaled = any(each.scaled_return is not None for each in scored)
+    scaled = [each.scaled_return for each in scored if each.scaled_return is not None]
     tasks: dict[str, list[TrajectorySummary]] = {}
     for each in scored:
         tasks.setdefault(each.task_id, []).append(each)
@@ -51,7 +50,7 @@ def evaluation_record(
         policy_version=version,
         num_tasks=len({summary.task_id for summary in summaries}),
         reward_mean=_mean([each.episode_return for each in scored]),
-        scaled_reward_mean=_mean([value_of(each) for each in scored]) if is_scaled else None,
+        scaled_reward_mean=_mean(scaled),
         standard_error=standard_error(values),
         majority_mean=majority_mean(list(tasks.values())),
         outcomes=Counter(summary.outcome for summary in summaries),

@@ -240,10 +240,9 @@ def step_line(record: StepRecord, steps: int, *, left_s: float | None = None) ->
 
 
 def _fitting(parts: Sequence[tuple[int, str]]) -> str:
-    """Join texts to a line; if it is longer than LINE_WIDTH, leave out the least important texts.
+    """Join texts to a line of at most LINE_WIDTH, without the least important texts.
 
-    parts: importance and text, in the order of the line. Texts of the greatest importance are kept
-    even if the line is then too long.
+    parts: importance and text, in the order of the line. The most important texts always stay.
     """
     kept = list(parts)
     while len(line := "  ".join(text for _, text in kept)) > LINE_WIDTH:
@@ -283,10 +282,7 @@ def _reward(record: StepRecord | EvaluationRecord, scaled: float | None) -> str:
 
 
 def _trained(tokens: TokenCounts) -> str:
-    """Return the share of the sampled tokens that were trained, as text.
-
-    If the share is below one half, add the main reason why tokens were not trained.
-    """
+    """Return the share of trained tokens as text; below one half, with the main cause."""
     text = f"trained {units.percent(tokens.trained_share)}"
     if 2 * tokens.trained >= tokens.sampled:
         return text
@@ -295,10 +291,7 @@ def _trained(tokens: TokenCounts) -> str:
 
 
 def _rollouts(count: int, outcomes: Mapping[Outcome, int]) -> str:
-    """Return the numbers of rollouts and of their outcomes, as in "256 rollouts, 6 max_turns".
-
-    The outcome `completed` is left out.
-    """
+    """Return text such as "256 rollouts, 6 max_turns". The outcome `completed` is left out."""
     others = {name: number for name, number in outcomes.items() if name != Outcome.COMPLETED}
     ordered = sorted((item for item in others.items() if item[1]), key=lambda item: -item[1])
     named = [f"{number} {name}" for name, number in ordered[:MAX_OUTCOMES]]

@@ -1,12 +1,11 @@
 """Detect that the mean return of a run has collapsed.
 
 A level is the mean return over LEVEL_STEPS successive steps. The mean return of the newest steps is
-compared with the best earlier level. A fall counts if it is large in two respects: compared with
-the noise of the run's own history, and compared with the spread of the returns within a step. The
-comparison therefore does not depend on the scale or the offset of the rewards.
+compared with the best earlier level. A fall must be large compared with the noise of the run's
+history, and with the spread of the returns within a step. So the rewards' scale and offset do not
+matter.
 
-`python -m benchmarks.reward_drop` measures how often a drop is missed or reported wrongly. The
-thresholds were chosen on its `tune` runs. The recorder owns the `RewardWatch`.
+The thresholds were chosen on the `tune` runs of `python -m benchmarks.reward_drop`.
 """
 
 from __future__ import annotations
@@ -155,14 +154,14 @@ class RewardWatch:
 def _onset(steps: Sequence[_Step], border: float) -> int:
     """Return the number of the step at which the mean return began to fall below `border`.
 
-    border: a mean return below the level before the fall. From the returned step on, the means lie
-    below `border` by the largest sum.
+    border: a mean return below the level before the fall.
     Example: mean returns [5, 5, 1, 1] of steps 1 to 4, border 4 -> step 3
     """
     # Begin the search before the fall of the level: a level is a mean over several steps, and falls
     # later than the means of single steps.
     above = [i for i, each in enumerate(steps) if each.level is not None and each.level > border]
     begin = above[-1] + 1 - LEVEL_STEPS // 4 if above else 0
+    # From the returned step on, the means are below `border` by the largest sum.
     below, most, since = 0.0, -math.inf, steps[-1].number
     for each in reversed(steps[begin:]):
         below += border - each.mean
@@ -172,11 +171,8 @@ def _onset(steps: Sequence[_Step], border: float) -> int:
 
 
 def _step_noise(steps: Sequence[_Step]) -> float:
-    """Return how much the mean return varies from step to step, as a standard deviation.
-
-    The estimate is robust and ignores slow changes: it uses the differences of neighbouring steps
-    among the newest steps. The result is at least the median standard error of these steps' means.
-    """
+    """Estimate the standard deviation of the newest steps' mean returns, without slow changes."""
+    # The differences of neighbouring steps ignore slow changes.
     newest = steps[-3 * LEVEL_STEPS :]
     changes = [abs(b.mean - a.mean) for a, b in pairwise(newest)]
     return max(
@@ -186,11 +182,8 @@ def _step_noise(steps: Sequence[_Step]) -> float:
 
 
 def _window_noise(steps: Sequence[_Step], window: int) -> float:
-    """Return the standard deviation of the mean return of `window` successive steps.
-
-    It is estimated from the differences of neighbouring windows, not from the noise of single
-    steps, so it is also right if the steps are correlated.
-    """
+    """Return the standard deviation of the mean return of `window` successive steps."""
+    # The noise of single steps would be wrong here if the steps are correlated.
     sums = [0.0, *accumulate(each.mean for each in steps)]
     changes = [
         abs(sums[i + window] - 2 * sums[i] + sums[i - window]) / window

@@ -1,10 +1,9 @@
 """Sums over a run's step records, updated with each step, so that old rows are not read again.
 
-The store keeps two kinds of totals. The metrics use the totals of all steps that were ever stored.
-The report and summary.json leave out steps that were undone because the run went back to an older
-checkpoint. Therefore the store keeps, with each checkpoint, the totals of the steps that led to the
-checkpoint. Invariant: adding records one by one with `plus`, in their order, gives bitwise the same
-sums as a loop over all records.
+The metrics use the totals of all steps that were ever stored. The report and summary.json leave out
+steps that were undone because the run went back to an older checkpoint. Therefore the store keeps,
+with each checkpoint, the totals of the steps that led to it. Invariant: adding records one by one
+with `plus` gives bitwise the same sums as a loop over all records.
 """
 
 from __future__ import annotations

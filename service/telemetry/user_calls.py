@@ -1,9 +1,8 @@
 """Count the calls of user functions that returned no answer, and report the workers' memory.
 
 A call returns no answer if it reaches its time limit or if its worker process dies. Each
-environment actor counts its own calls since its start; this module adds up the counts of all actors
-and makes metrics and notices from the sums. The recorder owns a `UserCalls`, and the pool of
-environment actors passes it each actor's counts.
+environment actor counts its own calls since its start. The recorder's `UserCalls` adds up the
+counts of all actors, and makes metrics and notices from the sums.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Run the trackers of a run: a thread for each tracker writes the records that the recorder stores.
 
-The thread reads the records that it has not written yet from the run's database, so that no queue
-in memory is needed, and stores its progress in a file. Invariants: each stored record is written at
-least once, even if the tracker was unavailable or this process was killed, as long as the database
-has the record; a failing tracker delays nothing else.
+A thread reads the records that it has not written yet from the run's database, and stores its
+progress in a file. Invariants: each record that the database keeps is written at least once, even
+if the tracker was unavailable or this process was killed. A failing tracker delays nothing else.
 """
 
 from __future__ import annotations
@@ -199,8 +198,7 @@ class Follower(threading.Thread):
     def _follow(self, *, is_last: bool) -> None:
         """Write the records that are not written yet, and store the progress.
 
-        The first call creates the tracker. is_last: whether the thread ends after this call. Such a
-        call creates no tracker if there is nothing to write.
+        is_last: whether the thread ends after this call.
         """
         places = self._read_places()
         begun_with, waiting = dict(places), records_after(self._store, places)
@@ -247,7 +245,6 @@ class Follower(threading.Thread):
     def _read_places(self) -> dict[RecordKind, Place]:
         """Return the position (`Place`) of the last written record of each kind.
 
-        Return an empty dictionary if nothing was written to the target's address yet.
         Raises: OSError; ValueError if the progress file was altered.
         """
         if not self._places_file.exists():
@@ -274,8 +271,7 @@ class Follower(threading.Thread):
 def _call(method: Callable[..., object], *arguments: object, **named: object) -> None:
     """Call a method of a tracker, which may be a user's own class.
 
-    Raises: TypeError if the method is async or a generator, because such a call does not run the
-    method's body; any error that the method raises.
+    Raises: TypeError if the method is async or a generator; any error that the method raises.
     """
     found = method(*arguments, **named)
     if inspect.iscoroutine(found):
@@ -413,10 +409,7 @@ def _targets(config: Config, run_dir: Path, run_id: str) -> Iterator[Target]:
 def _own_tracker(
     settings: OwnTrackerSettings, *, run_id: str, name: str, config: dict[str, Any], directory: Path
 ) -> Tracker:
-    """Import and call the class or function that the setting trackers.own.use names.
-
-    Raises: BadName if it cannot be imported; any error that the class or function raises.
-    """
+    """Import and call what trackers.own.use names. Raises: BadName, and any error of the call."""
     made: Tracker = find(settings.use, what="trackers.own.use")(
         run_id=run_id, name=name, config=config, directory=directory, **settings.options
     )

@@ -87,9 +87,6 @@ class Wandb:
             self._run.finish()
 
     def _table(self, point: Point, rows: Iterable[Mapping[str, Any]]) -> Any:
-        """Return a wandb table of the rows, with the point's step as its first column.
-
-        rows: at least one row, because the first row determines the columns.
-        """
+        """Return a wandb table of at least one row, with the point's step as the first column."""
         table = [{"step": point.step, **row} for row in rows]
         return self._wandb.Table(columns=list(table[0]), data=[list(row.values()) for row in table])

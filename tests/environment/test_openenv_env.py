@@ -246,7 +246,7 @@ async def test_fields_of_the_options_that_the_server_refuses_are_an_error(
     [
         ("fails", ValueError, "the server answers step with EXECUTION_ERROR: no such board"),
         ("drops", ConnectionError, "the session was lost: received 1000"),
-        ("unscored", RewardError, "no step had a reward"),
+        ("unscored", RewardError, "no reward in any step"),
     ],
 )
 async def test_a_failure_of_the_server_is_an_error_and_not_a_reward_of_0(
@@ -319,7 +319,7 @@ async def test_a_call_that_the_environment_cannot_make_is_an_error() -> None:
     async with served(tools=[GUESS]) as server:
         with pytest.raises(ValueError, match="a call of guess failed: no such number"):
             await _with_tools(server, (_guess(-1),), mode="transport_error")
-        with pytest.raises(RewardError, match="no step had a reward"):
+        with pytest.raises(RewardError, match="no reward in any step"):
             await _with_tools(server, (_guess(3),), mode="unscored", best_return=1.0)
 
 

@@ -324,13 +324,14 @@ async def test_the_names_of_speakers_are_in_the_prompt_or_the_request_is_refused
         await gateway.ask(user("a"), alice, user("b"), bob)
     assert refused.value.code is RefusalCode.UNSUPPORTED_PARAMETER
     assert str(refused.value) == (
-        "messages[1].name: got 'Alice' and another name, but the model's chat template does not "
+        "messages[1].name: got 'Alice' and another speaker, but the model's chat template does not "
         f"show the names of messages of role {role}; write the names into the texts, remove them, "
         "or set sessions.unsupported: ignore"
     )
-    # A name that equals the role adds nothing and is accepted. A single name tells nobody apart;
-    # Semantic Kernel gives each system message the name of its agent.
-    await gateway.ask(replace(message, name=role.value), user("b"), alice, alice)
+    # A name that equals the role adds nothing and is accepted. A single speaker's name tells nobody
+    # apart: Semantic Kernel gives each system message the name of its agent.
+    await gateway.ask(replace(message, name=role.value), user("b"))
+    await gateway.ask(alice, replace(user("b"), name=None if role is Role.SYSTEM else "alice"))
     ended = await gateway.finish(1.0)
     assert ended.end is not None and ended.end.totals.ignored == {"messages.name": 1}
     place = tmp_path / "shows"

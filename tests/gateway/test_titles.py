@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from worlds.agents.session_player import SessionPlayer, result, says, system, user
 
-from actors.environment.protocol import ToolCall, ToolSchema
+from actors.environment.protocol import Message, ToolCall, ToolSchema
 from actors.types import LeftOutReason
 from service.gateway.ends import trained
 
@@ -55,8 +55,27 @@ def test_among_single_turns_the_newest_gets_the_reward_unless_it_is_like_a_title
     assert player.judged() == 2 and player.judged(1) == 1
     (last,) = (turn for s in player.samples(reward=1.0, named=1) for turn in s.turns if turn.reward)
     assert last.index == 1
-    player.ask([system("title"), user("Where is order 7? Think.")], says("An order"))
+    player.ask([system("t"), user(steps[0])], says("An order"))
     assert player.judged() == 2
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        ([system("Classify."), HI], [system("Answer the question."), HI]),
+        ([system("Rewrite."), HI], [system("Answer."), user("Context: Rome. Question: hi")]),
+        ([HI], [user("hi\nYour last answer was no number.")]),
+        ([system("t"), HI], [system("You are an agent."), HI]),
+    ],
+    ids=["router", "retrieval", "asked again", "title first"],
+)
+def test_the_answer_of_a_program_that_repeats_the_question_gets_the_reward(
+    first: list[Message], then: list[Message]
+) -> None:
+    player = SessionPlayer()
+    player.ask(first, says("x"))
+    player.ask(then, says("y"))
+    assert player.judged() == 1
 
 
 @pytest.mark.parametrize(
@@ -64,6 +83,7 @@ def test_among_single_turns_the_newest_gets_the_reward_unless_it_is_like_a_title
     [
         "Two rows.",
         "helper: Two rows.",
+        "From the helper:\nTwo rows.",
         '{"result": "Two rows."}',
     ],
 )
@@ -88,7 +108,7 @@ def test_the_reply_of_a_helper_that_a_tools_result_contains_is_no_title(text: st
         ("", "anything", False),
         # A program that reads the reply's JSON.
         ('```json\n{"steps": ["look it up", 2]}\n```', "Do: look it up", True),
-        ('{"steps": ["hi"]}', "Do: hi", False),
+        ('{"type": "message"}', "The first message", False),
         # The text was already in the question of its own turn.
         ("hi", "name this: hi", False),
     ],

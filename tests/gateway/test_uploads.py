@@ -10,6 +10,7 @@ import pytest
 from worlds.checks.same import assert_same_samples
 from worlds.parts.upload_world import (
     HTTP,
+    SETTINGS,
     URL,
     UploadWorld,
     as_item,
@@ -19,8 +20,10 @@ from worlds.parts.upload_world import (
     renamed,
 )
 
+from actors.trainer.tiny.tokenizer import build_tokenizer
 from actors.types import UNDONE, Outcome
 from service.config.sections import ServiceSettings
+from service.gateway.sessions import Gateway
 
 
 @pytest.fixture
@@ -237,6 +240,27 @@ async def test_an_upload_may_be_older_by_the_versions_published_without_a_step(
     ]
     world.uploads.republished = (2,)
     assert (await world.send(item("a"))).json()["accepted"] == ["a"]
+    assert (await world.client.get("/api/v1/policy")).json()["oldest_version"] == 0
+
+
+async def test_the_gateway_starts_with_the_versions_without_a_step_and_takes_later_ones(
+    world: UploadWorld, tmp_path: Path
+) -> None:
+    build_tokenizer().save_pretrained(str(tmp_path / "tokenizer"))
+    gateway = Gateway(
+        replace(SETTINGS, republished=(1,)),
+        actor_id="gateway",
+        tokenizer_path=str(tmp_path / "tokenizer"),
+        make_policy=lambda: world.policy,
+        queue=None,
+        database_url=f"sqlite:///{world.service.directory / 'run.db'}",
+        run_id="run",
+        term=world.service.store.newest_term(),
+    )
+    assert (await gateway.ask("uploads", "policy_facts")).republished == (1,)
+    await gateway.set_republished((1, 4))
+    assert (await gateway.ask("uploads", "policy_facts")).republished == (1, 4)
+    await gateway.stop()
 
 
 async def test_versions_that_a_recovery_has_undone_are_marked(world: UploadWorld) -> None:

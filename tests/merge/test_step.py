@@ -135,7 +135,6 @@ def test_the_report_counts_the_trajectories_and_tokens_of_the_step() -> None:
         ],
         rollout_id="g000000.0-4",
         outcome=Outcome.MALFORMED_TOOL_CALL,
-        best_return=2.0,
         num_inserted_tokens=2,
     )
     group = make_group(0, [1, 0], version=3)
@@ -278,16 +277,6 @@ def test_ids_outside_the_vocabulary_exclude_only_their_trajectory(
         for vocab_size in (500, 501)
     ]
     assert reasons == [[None, None, EvictionReason.TOKEN_MISALIGNED], [None] * 3]
-
-
-def test_the_scaled_mean_counts_a_trajectory_without_a_best_return_with_its_plain_return() -> None:
-    guessing = make_group(0, [2, 2])
-    unknown = tuple(replace(each, best_return=None) for each in make_group(1, [0, 1]))
-    impossible = tuple(replace(each, best_return=0.0) for each in make_group(2, [0, 0]))
-    known = build([guessing, unknown, impossible]).report.statistics
-    # The values are 1 and 1, 0 and 1, 0 and 0.
-    assert known["scaled_reward_mean"] == pytest.approx(0.5)
-    assert "scaled_reward_mean" not in build([unknown]).report.statistics
 
 
 def with_rewards(rewards: list[float]) -> list[tuple[Trajectory, ...]]:

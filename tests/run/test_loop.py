@@ -13,7 +13,7 @@ from actors.deadline import ActorLost, within
 from actors.environment.evaluation import EvaluationSet
 from actors.environment.settings import CurriculumSettings, Sampling
 from actors.environment.tasks import FileTasks, GeneratedTasks
-from actors.merge.report import GroupReturns
+from actors.merge.report import EnvironmentReport, GroupReturns
 from actors.trajectory_queue.ledger import EvictionReason
 from actors.trajectory_queue.messages import OpenSlot
 from actors.types import Task
@@ -122,6 +122,24 @@ async def test_a_run_is_solved_after_five_good_steps_in_a_row(
     loop = make_loop(world, steps=9, stop_at_reward=0.95)
     await loop.run()
     assert not loop.is_solved and len(world.records) == 9
+
+
+@pytest.mark.parametrize(("known", "is_solved"), [([1.0, 1.0], True), ([1.0, None], False)])
+async def test_a_mixture_in_which_a_best_return_is_unknown_is_not_solved(
+    known: list[float | None], is_solved: bool
+) -> None:
+    parts = {
+        str(number): EnvironmentReport(
+            num_trajectories=1, outcomes={}, num_sampled_tokens=1, num_turns=1, reward_mean=7.0,
+            scaled_reward_mean=scaled,
+        )
+        for number, scaled in enumerate(known)
+    }  # fmt: skip
+    loop = make_loop(
+        World(scaled_returns=(1.0,) * 6, environments=parts), steps=6, stop_at_reward=0.95
+    )
+    await loop.run()
+    assert loop.is_solved is is_solved
 
 
 async def test_evaluations_are_run_at_the_start_when_due_and_at_the_end() -> None:

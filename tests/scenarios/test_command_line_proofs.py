@@ -33,15 +33,53 @@ TASK = "Write hello to note.txt"
 DONE = "It is done."
 WRITE = ToolCall(name="write", arguments={"text": "hello"})
 TYPED = '{"said": "It is done."}'
+WRITTEN = '{"text": "hello"}'
+
+
+def fields_of(**fields: str) -> str:
+    """Return a reply in DSPy's form: the name of each field, then its text."""
+    shown = [f"[[ ## {name} ## ]]\n{text}" for name, text in fields.items()]
+    return "\n\n".join([*shown, "[[ ## completed ## ]]"])
+
+
 # For each program: the policy's answers, with which it writes the note, and the number of samples.
 SCRIPTS: dict[str, tuple[list[str | ToolCall], int]] = {
+    "agno_tools.py": ([WRITE, DONE], 1),
     "ai_sdk.mjs": ([WRITE, DONE], 1),
+    # CrewAI adds the tool's result to the reply that it sends back.
+    "crewai_text.py": (
+        [
+            f"Thought: I write.\nAction: write\nAction Input: {WRITTEN}",
+            f"Thought: I now know the final answer\nFinal Answer: {DONE}",
+        ],
+        2,
+    ),
+    "crewai_tools.py": ([WRITE, DONE], 1),
+    # DSPy writes each reply into the prompt of the next request.
+    "dspy_react.py": (
+        [
+            fields_of(next_thought="I write.", next_tool_name="write", next_tool_args=WRITTEN),
+            fields_of(next_thought="I am done.", next_tool_name="finish", next_tool_args="{}"),
+            fields_of(reasoning="I have written it.", said=DONE),
+        ],
+        3,
+    ),
+    "google_adk_handoff.py": (
+        [WRITE, ToolCall(name="transfer_to_agent", arguments={"agent_name": "reporter"}), DONE],
+        2,
+    ),
+    "haystack_tools.py": ([WRITE, DONE], 1),
     "langgraph_react.py": ([WRITE, DONE], 1),
+    "llama_index_function.py": ([WRITE, DONE], 1),
     "openai_agents.mjs": ([WRITE, DONE], 1),
     "openai_agents_typed.py": ([WRITE, TYPED], 1),
     "pydantic_ai_chat.py": ([WRITE, TYPED], 1),
     "pydantic_ai_tools.py": (
         [WRITE, ToolCall(name="final_result", arguments={"said": DONE})],
+        1,
+    ),
+    "semantic_kernel_named.py": (
+        [ToolCall(name="Notes-write", arguments=WRITE.arguments), DONE],
         1,
     ),
     # smolagents adds the code that it ran to the reply that it sends back.
@@ -53,6 +91,7 @@ SCRIPTS: dict[str, tuple[list[str | ToolCall], int]] = {
         [WRITE, ToolCall(name="final_answer", arguments={"answer": DONE})],
         2,
     ),
+    "strands_tools.py": ([WRITE, DONE], 1),
 }
 # Programs that request an option that a session does not support.
 CONSTRAINED = {
@@ -61,6 +100,8 @@ CONSTRAINED = {
     "pydantic_ai_tools.py",
     "smolagents_tools.py",
 }
+# Programs that send the agent's name, which the template does not show.
+NAMED = {"semantic_kernel_named.py"}
 
 
 def script_of(program: CommandLine, note: Path) -> list[str | ToolCall]:
@@ -102,7 +143,7 @@ async def finished(served: Served) -> tuple[dict[str, Any], Trajectory]:
 
 
 def check_trained(policy: ForcedPolicy, trajectory: Trajectory, *, num_samples: int) -> None:
-    """Check that each text of the script is trained once, in order, with the reward."""
+    """Check that each text of the script is trained once, in order, and that the last is judged."""
     assert not policy.script
     assert trajectory.outcome is Outcome.COMPLETED and trajectory.episode_return == 1.0
     assert len(trajectory.samples) == num_samples
@@ -112,6 +153,8 @@ def check_trained(policy: ForcedPolicy, trajectory: Trajectory, *, num_samples: 
         for turn in sample.turns
     }
     assert [turns[index] for index in sorted(turns)] == policy.sampled
+    rewards = {turn.index: turn.reward for sample in trajectory.samples for turn in sample.turns}
+    assert {index for index, reward in rewards.items() if reward} == {max(turns)}
     for sample in trajectory.samples:
         assert TASK in policy.tokenizer.decode(sample.token_ids)
 
@@ -166,5 +209,6 @@ async def test_session_of_a_framework_agent_has_its_sampled_turns(
         said = await work(program, TASK, home=home, env=served.session.env)
         assert DONE in said and (home / "work" / "note.txt").read_text() == "hello"
         answer, trajectory = await finished(served)
-    assert bool(answer["ignored"]) == is_constrained, answer["ignored"]
+    is_ignored = is_constrained or program.name in NAMED
+    assert bool(answer["ignored"]) == is_ignored, answer["ignored"]
     check_trained(policy, trajectory, num_samples=num_samples)

@@ -100,16 +100,6 @@ def test_numbers_are_scaled_by_the_best_return_if_it_is_known() -> None:
     assert (record.majority_mean, record.pass_at[1]) == (0.625, 0.5)
 
 
-def test_the_scaled_mean_counts_a_sample_without_a_best_return_with_its_plain_return() -> None:
-    unknown = answered("b", "78", (1, 0))
-    found = answered("a", "77", (2, 2), best_return=2.0) + unknown
-    found += answered("c", "77", (0, 0), best_return=0.0)
-    record = evaluation_record(0, found, version=0, sampling=FOUR)
-    # The values are 1 and 1, 1 and 0, 0 and 0, as in the standard error and pass@1.
-    assert record.scaled_reward_mean == record.pass_at[1] == 0.5
-    assert evaluation_record(0, unknown, version=0, sampling=FOUR).scaled_reward_mean is None
-
-
 def test_the_line_of_an_evaluation_of_several_samples_has_all_numbers() -> None:
     found = answered("a", "1122", (1, 1, 0, 0)) + answered(
         "b", "1", (0,), outcome=Outcome.REWARD_ERROR

@@ -1,14 +1,12 @@
 """Arithmetic questions with a calculator tool: the policy must learn to call it in the right form.
 
 The question depends only on the task's seed. A turn is either tool calls, each answered by a tool
-message, or the final answer, a plain number. Any other turn is malformed: it is answered with one
-short sentence about the fault, and more than `max_malformed` such turns in a row end the episode.
-Every text that the policy reads is a constant of this module.
+message, or the final answer, a plain number. Any other turn is malformed and is answered with one
+short sentence about the fault. More than `max_malformed` such turns in a row end the episode.
 
 Components of the reward: `correct` is 1 for the right final answer. `malformed` is minus
-`malformed_penalty` for each malformed turn. `used_tool` rewards the use of the tool: the turn of
-the final answer gets `tool_bonus` if an earlier call has computed the right value, even if the
-answer is wrong. By default `tool_bonus` is 0, so that only correctness is rewarded.
+`malformed_penalty` for each malformed turn. `used_tool` is `tool_bonus` (by default 0) in the turn
+of the final answer if an earlier call has computed the right value, even if the answer is wrong.
 """
 
 from __future__ import annotations

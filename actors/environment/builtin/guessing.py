@@ -1,9 +1,8 @@
 """A guessing game with hints: the policy must discover a strategy; the best is binary search.
 
 The secret depends only on the task's seed. A hit gives reward 1 and ends the game. If the last
-allowed guess misses, the game is lost, and the episode is terminated, not truncated. Every text
-that the policy reads is a constant of this module; these texts are short because each token costs
-time on a CPU.
+allowed guess misses, the episode is terminated, not truncated. The texts that the policy reads are
+short, because each token costs time on a CPU.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Adapter for gymnasium: environments that can be played in text.
 
-An observation of `spaces.Text` is shown to the policy unchanged. For any other space, the policy is
-shown the environment's `ansi` rendering, in which a coloured text F is written as [F]. If the
-environment has no `ansi` rendering, the policy is shown the values of the observation, whose space
-must be Discrete, MultiDiscrete, MultiBinary, Tuple or Dict. The action space must be Discrete or
-Text: the policy writes the name of a Discrete action, or a text of the Text space. Other spaces are
-refused. The optional package is imported only when it is first used; calls, which may block, run in
-threads.
+The policy is shown an observation of `spaces.Text` unchanged. For any other space, the policy is
+shown the environment's `ansi` rendering, in which a coloured text F is written as [F]. Without such
+a rendering, the policy is shown the values of the observation. Their space must be Discrete,
+MultiDiscrete, MultiBinary, Tuple or Dict. The policy writes the name of a Discrete action, or a
+text of a Text space. Other action spaces are refused.
 
-The reward is the environment's own (component `score`). A reply that is not an action is malformed:
-it costs `malformed_penalty` (component `malformed`) and changes nothing; more than `max_malformed`
-such replies in a row end the game. A game that gymnasium's time limit ends is truncated.
+The reward is the environment's own (component `score`). A reply that is not an action costs
+`malformed_penalty` (component `malformed`) and changes nothing. More than `max_malformed` such
+replies in a row end the game. A game that gymnasium's time limit ends is truncated.
 """
 
 from __future__ import annotations

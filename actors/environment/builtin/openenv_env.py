@@ -1,14 +1,12 @@
 """Adapter for servers of OpenEnv environments. It speaks their protocol without OpenEnv's package.
 
-An episode is one session of the server. The reward is the server's (component `score`). An
-action that the server's schema refuses is malformed: it costs `malformed_penalty` (component
-`malformed`) and changes nothing; more than `max_malformed` such turns in a row end the episode. Any
-other error or the loss of the server ends the attempt as an environment error; an episode without
-any reward ends as a reward error.
+An episode is one session of the server. The reward is the server's (component `score`). A malformed
+action is one that the server's schema refuses. It costs `malformed_penalty` (component `malformed`)
+and changes nothing. More than `max_malformed` malformed turns in a row end the episode. Other
+errors end the attempt as an environment error. An episode without reward is a reward error.
 
 With `tools` the policy calls the environment's MCP tools, and each call is a step on the server. A
-turn without calls ends the episode if an earlier step had a reward; otherwise the turn is
-malformed.
+turn without calls ends the episode after a step with a reward; otherwise the turn is malformed.
 """
 
 from __future__ import annotations
@@ -176,15 +174,15 @@ class OpenEnvEnvironment:
     def _scored(
         self, answers: Sequence[Mapping[str, Any]], messages: tuple[Message, ...]
     ) -> StepResult:
-        """Combine the server's answers to the steps of one turn.
-
-        Raises: RewardError if the episode has ended without any reward.
-        """
+        """Combine the server's answers to the steps of one turn. Raises: RewardError."""
         rewards = [answer["reward"] for answer in answers if answer.get("reward") is not None]
         is_over = any(answer.get("done") for answer in answers)
         self._was_rewarded |= bool(rewards)
         if is_over and not self._was_rewarded:
-            raise RewardError("openenv: the episode ended, and no step had a reward")
+            raise RewardError(
+                "openenv: the episode ended, and the server sent no reward in any step, expected "
+                "one in at least one step; let the environment's `step` return a reward"
+            )
         reward = float(sum(rewards))
         return StepResult(
             messages=() if is_over else messages,
@@ -263,10 +261,7 @@ class OpenEnvEnvironment:
         return _as_text(seen)
 
     def _is_policys(self, faults: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the policy's text caused all these faults, which pydantic reports.
-
-        Otherwise the options of the environment are at fault.
-        """
+        """Return whether the policy's text, not an option, caused all the faults in an action."""
         return self._options.action_field is None or all(
             _name_of(fault) == self._options.action_field and fault.get("type") not in _WRONG_FIELDS
             for fault in faults
@@ -398,7 +393,7 @@ class _Session:
             ) from error
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send a message, whose kind is reset or step; return the observation that answers it.
+        """Send a message of the kind "reset" or "step", and return the observation in the answer.
 
         Raises: _Refused, _Full; ValueError for another error of the server; ConnectionError.
         """

@@ -1,15 +1,13 @@
 """Adapter for reasoning-gym: families of procedural tasks, each with its own `score_answer`.
 
 A task's data has `family` and either the item itself (`question`, `answer`, `metadata`, as `rayloom
-tasks` writes them) or the numbers that generate it (`seed`, `index`); `config` has the family's
+tasks` writes them) or the numbers that generate it (`seed`, `index`). `config` has the family's
 options. The optional package is imported only when it is first used.
 
-How an answer is read and scored: the answer is the text of the last `<answer>…</answer>` or,
-without these tags, the whole visible text. An empty answer scores 0, and the scorer is not called,
-even if the true answer is empty. An answer also scores 0 if it is longer than `max_answer_chars`,
-or if the scorer raises an exception for it but not for the true answer (then the answer is at
-fault, not the scorer). If a task allows several attempts, the `score` of a turn is its gain over
-the best attempt so far, so that the return is the best score.
+The answer is the text of the last `<answer>…</answer>` or, without these tags, the whole visible
+text. An empty answer, or one longer than `max_answer_chars`, scores 0 without a call of the scorer.
+An answer also scores 0 if the scorer raises an exception for it, but not for the true answer. If a
+task allows several attempts, the `score` of a turn is its gain over the best attempt so far.
 """
 
 from __future__ import annotations
@@ -63,16 +61,14 @@ def import_reasoning_gym() -> ModuleType:
 
 
 def _provide_pycosat() -> None:
-    """Replace pycosat by python-sat if pycosat is not installed.
-
-    reasoning-gym imports pycosat for its zebra puzzles. pycosat has no wheels: installing it needs
-    a C compiler. Both packages enumerate all solutions, so the puzzles are the same.
-    """
+    """Replace pycosat by python-sat if pycosat is not installed."""
     try:
+        # The zebra puzzles import pycosat, which has no wheels and needs a C compiler.
         import pycosat  # noqa: F401
     except ImportError:
         from pysat.solvers import Solver
 
+        # Both packages enumerate all solutions, so the puzzles are the same.
         def itersolve(clauses: Sequence[Sequence[int]]) -> Iterator[list[int]]:
             with Solver(bootstrap_with=clauses) as solver:
                 yield from solver.enum_models()

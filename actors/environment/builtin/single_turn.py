@@ -108,8 +108,7 @@ class SingleTurnEnvironment:
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
         """Return whether answers are scored even if no reward function is configured.
 
-        In this class, judges can score answers. Override the method in a subclass that has other
-        sources of a reward.
+        Override this method in a subclass that has other sources of a reward than judges.
         """
         return bool(judges)
 
@@ -245,7 +244,7 @@ class SingleTurnEnvironment:
         )
 
     def _answer_in(self, text: str) -> str | None:
-        """Return what `answer_pattern` finds in the text; without this option, the whole text.
+        """Return what `answer_pattern` finds, or None; without this option, return the whole text.
 
         Raises: RewardError if the search does not end in time.
         """
@@ -256,8 +255,8 @@ class SingleTurnEnvironment:
     def _components(self, scores: _Scores) -> dict[str, float]:
         """Return the components of the reward.
 
-        If one function is configured, the components are the parts of its score. If several are
-        configured, each function's value is the component NAME, and its parts are NAME.PART.
+        With one function, they are the parts of its score. With several, each function has the
+        component NAME for its value, and NAME.PART for each part.
         """
         known = {
             function: score.value for function, score in scores.items() if score.value is not None
@@ -278,10 +277,7 @@ _Scores = dict[RewardFunction | Judge, Score]
 
 @contextmanager
 def _as_missing_score(function: RewardFunction | Judge) -> Iterator[None]:
-    """Convert exceptions of a user's function to RewardError.
-
-    RewardError says that the answer was given and only its score is missing.
-    """
+    """Convert errors of a user's function to RewardError: only the answer's score is missing."""
     try:
         yield
     except (RewardError, WorkerLost):
@@ -383,11 +379,9 @@ def _call(row: Mapping[str, Any]) -> ToolCall:
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Merge the system messages at the start of a chat, because many templates take only one.
-
-    Messages with names are not merged, because their names would be lost.
-    """
+    """Merge the system messages at the start of a chat, because many templates take only one."""
     first = list(takewhile(lambda each: each.role is Role.SYSTEM, messages))
+    # Messages with names are not merged, because their names would be lost.
     if len(first) < 2 or any(each.name not in (None, each.role) for each in first):
         return list(messages)
     merged = Message(role=Role.SYSTEM, content="\n\n".join(each.content for each in first))

@@ -2,12 +2,12 @@
 
 A task's data have `prompt`, a text or the messages of a chat; everything else is the environment's
 `extras`, such as `reward_spec`. The environment's `step` receives the whole text of a turn. The
-reward is the environment's own (component `score`). At the end of the episode the environment's
-numeric metrics are components too.
+reward is the component `score`. At the end of the episode, the environment's numeric metrics are
+components too.
 
 Deviation: if an environment returns a shortened action (`postprocessed_action`), the history keeps
-the sampled text, because its tokens are trained. The optional package is imported only when it is
-first used; its calls, which may block, run in threads.
+the sampled text, because its tokens are trained. Calls of the package may block, so that they run
+in threads.
 """
 
 from __future__ import annotations
@@ -131,15 +131,12 @@ def _messages(chat: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 
 
 def _content(message: Mapping[str, Any]) -> Any:
-    """Return a message's content if it is a list of parts; otherwise return it as text.
-
-    The environment may give a number, or a list of other values, such as objects with a `type` of
-    their own. Missing content is an empty text.
-    """
+    """Return a message's content if it is a list of parts; otherwise return it as text."""
     given = message.get("content")
     is_parts = isinstance(given, list | tuple) and all(
         isinstance(part, Mapping) and _PART.fullmatch(str(part.get("type"))) for part in given
     )
+    # A number, or a list of other values such as objects with a `type` of their own, becomes text.
     return given if is_parts else "" if given is None else str(given)
 
 

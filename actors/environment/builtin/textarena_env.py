@@ -3,15 +3,13 @@
 - Move: the visible text of a reply, unchanged. Most games require square brackets, and say so.
 - Observation: the game's messages since the policy's last move, without the policy's own moves.
 - Reward: the reward that textarena gives at the end of the game, as the component `score`.
-- Refused move: a malformed turn. Most games end after two refused moves in a row. Such a game has a
-  reward of at most 0 here, although in textarena some games then reward partial progress.
+- Refused move: a malformed turn. Most games end after two refused moves in a row. The reward is
+  then at most 0, although textarena rewards partial progress in some games.
 
 The optional package is imported only when it is first used. Its calls may block, so they run in
-threads.
-
-textarena draws from the global random generators of Python and numpy, but a game must depend only
-on its seed. Therefore each game has its own states of the generators, which are restored before
-each move. Only one game of a process moves at a time. Other threads that draw random numbers during
+threads. textarena draws from the global random generators of Python and numpy. Each game has its
+own states of the generators, which are restored before each move. So a game depends only on its
+seed, and only one game of a process moves at a time. Other threads that draw random numbers during
 a move can still change the course of the game.
 """
 
@@ -199,10 +197,8 @@ class _Game:
 
 
 def _format_observation(observation: Any, seat: int) -> str:
-    """Return an observation as text for the player number `seat`, without the player's own moves.
-
-    An observation is a list of messages or, if the game has wrappers, a text.
-    """
+    """Return an observation as text for the player number `seat`, without this player's moves."""
+    # A game with wrappers gives a text.
     if isinstance(observation, str):
         return observation
     texts = []

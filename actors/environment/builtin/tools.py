@@ -1,10 +1,8 @@
 """The environment `tools`: the policy may call tools before it gives its final answer.
 
 The tools are a user's functions and classes, and tools of MCP servers. Each call gets a message
-with the tool's answer, or with the error if the tool raises an exception or the call is malformed.
-More than `max_malformed` turns in a row with malformed calls end the episode.
-
-A turn without calls is the final answer. It is scored as in `single_turn`, by the reward functions.
+with the tool's answer or an error. More than `max_malformed` turns in a row with malformed calls
+end the episode. A turn without calls is the final answer, scored as in `single_turn`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Attention over a forest on the CPU, forward and backward, by the blocks of a plan.
 
 torch's kernel computes the output out_b and the normaliser lse_b of attention to each block b of
-keys. The results of the blocks are combined: lse = log(sum_b exp(lse_b)),
-out = sum_b exp(lse_b - lse) out_b.   Source: Milakov and Gimelshein 2018, section 3, as used in
-FlashAttention (Dao et al. 2022, section 3.1). The gradient of a block needs only the whole row's
-`out` and `lse` (ibid., algorithm 4, lines 14 to 20), so each block is computed once in each
-direction. The gradients of shared keys are added in the plan's order, without an atomic
-scatter-add. `scaled_dot_product_attention` runs the same kernel on the CPU, but does not return the
-normalisers, so the kernel is called directly. Called by `interface`.
+keys. The blocks are combined: lse = log(sum_b exp(lse_b)), out = sum_b exp(lse_b - lse) out_b.
+Source: Milakov and Gimelshein 2018, section 3, as used in FlashAttention (Dao et al. 2022, section
+3.1). The gradient of a block needs only the whole row's `out` and `lse` (ibid., algorithm 4, lines
+14 to 20).
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from actors.trainer.attention.forest import AttentionPlan, Block
 
+# `scaled_dot_product_attention` runs this kernel too, but does not return the normalisers.
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # In bfloat16, torch's backward kernel spends most of its time on preparing small matrix products.
@@ -108,6 +106,7 @@ class _ForestAttention(torch.autograd.Function):
                 scaling=ctx.scaling,
             )
             positions = (block.queries, block.keys, block.keys)
+            # Gradients of shared keys are added in the plan's order, without an atomic scatter-add.
             for total, own, part in zip(sums, positions, parts, strict=True):
                 _add(total, own, part[0].transpose(0, 1))
         return (*(each.to(query.dtype) for each in sums), None, None)
@@ -118,13 +117,14 @@ def _attend_to_self(
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention of each piece to itself; return the outputs and the normalisers.
 
-    A token attends to itself and to the earlier tokens of its piece. The padding is at the end of a
-    piece, so no token attends to it.
+    A piece is a segment of the packed row, or a part of one. A token does not attend to later
+    tokens.
     """
     padded = [_pad(rows, plan) for rows in (query, key, value)]
     outs, normalizers = [], []
     for start, bucket in _slots(plan):
         q, k, v = (_bucket_rows(rows, start, bucket) for rows in padded)
+        # The padding is at the end of a piece, so no token attends to it.
         out, normalizer = _KERNEL(q, k, v, is_causal=True, scale=scaling)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         normalizers.append(normalizer.transpose(1, 2).flatten(0, 1))
@@ -141,11 +141,7 @@ def _self_gradients(
     plan: AttentionPlan,
     scaling: float | None,
 ) -> list[Tensor]:
-    """Return the gradients of query, key and value through the attention of `_attend_to_self`.
-
-    In this attention, a token attends only to itself and to the earlier tokens of its piece. A
-    piece is a segment of the packed row, or a part of a segment.
-    """
+    """Return the gradients of query, key and value through the attention of `_attend_to_self`."""
     # A padded query has gradient 0 and normaliser 0, so it adds exp(0) * 0 = 0 to its keys.
     padded = [_pad(rows, plan) for rows in (grad_out, query, key, value, out)]
     padded_normalizer = _pad(normalizer, plan)
@@ -177,8 +173,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value, from torch's backward kernel.
 
-    Args: inputs: (grad_out, query, key, value, out), each [N, H, L, D].
-    Returns: float32 gradients for at most _FLOAT32_KEYS keys; else gradients of the inputs' type.
+    inputs: (grad_out, query, key, value, out), each [N, H, L, D].
     """
     # With few keys the kernel is faster in float32 than in bfloat16.
     if inputs[2].shape[2] <= _FLOAT32_KEYS:
@@ -201,8 +196,7 @@ def _slots(plan: AttentionPlan) -> list[tuple[int, torch.Size]]:
 def _bucket_rows(rows: Tensor, start: int, bucket: torch.Size) -> Tensor:
     """Return a view of one bucket, a group of pieces that are padded to the same length.
 
-    Args: rows: the padded rows of all buckets, [S, H, D]. start: the bucket's first row.
-    bucket: the bucket's number of pieces and their padded length.
+    Args: rows: all buckets, [S, H, D]. start: the bucket's first row. bucket: (num_pieces, length).
     Returns: [num_pieces, H, length, D].
     """
     stop = start + bucket.numel()
@@ -222,10 +216,7 @@ def _pad(rows: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def _unpad(parts: list[Tensor], plan: AttentionPlan) -> Tensor:
-    """Undo `_pad`: return the rows of tokens [T, ...] without the padding.
-
-    Args: parts: the padded rows of each bucket, in the plan's order.
-    """
+    """Undo `_pad`: return the rows of tokens [T, ...] from the padded rows of each bucket."""
     slots = parts[0] if len(parts) == 1 else torch.cat(parts)
     return slots.index_select(0, plan.scatter)
 

@@ -1,10 +1,8 @@
 """Attention over a packed row on CUDA: FlexAttention with a block mask from the row's layout.
 
-The row's segments form a forest of shared prefixes (`forest`).
-
-This module has not been run on a GPU yet. The tests run on the CPU, where FlexAttention has no
-backward. They compare the mask with the blocks of the module `cpu`, and the uncompiled forward with
-the forward of the module `cpu`. Called by `interface`.
+The row's segments form a forest of shared prefixes (`forest`). This module has not been run on a
+GPU yet. On the CPU, FlexAttention has no backward, so the tests compare only the mask and the
+uncompiled forward with the module `cpu`.
 """
 
 from __future__ import annotations

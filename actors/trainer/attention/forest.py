@@ -6,14 +6,10 @@ In preorder, the tokens of a subtree are adjacent. So query q sees key k if k <=
 where subtree_end[k] is the end of the subtree of k's segment.
 
 The plan computes each pair of query and key once, and copies no key. First, each segment attends
-causally to itself; segments of similar length are padded together into buckets. Then, in one block
-for each segment, all descendants of the segment attend to the segment's keys. In preorder, these
-descendants are one contiguous range of queries.
-With a sliding window, segments are first cut into pieces no longer than the window, so that the
-window hides nothing within a piece. The block of a piece then has only the queries whose window
-still reaches the last key of the piece.
-
-Layout and plan hold for all layers of the row. Pure; called by `model`, `interface` and `cpu`.
+causally to itself, in buckets of similar length. Then, in one block for each segment, the segment's
+descendants (a contiguous range of queries) attend to the segment's keys. With a sliding window,
+segments are first cut into pieces no longer than the window. The block of a piece then has only the
+queries whose window still reaches the last key of the piece. Layout and plan hold for all layers.
 """
 
 from __future__ import annotations
@@ -250,10 +246,9 @@ def _block(
     window: int | None,
     device: torch.device,
 ) -> Block | None:
-    """Return the block in which the descendants of a piece attend to the piece's keys.
+    """Return the block in which a piece's descendants attend to the piece; None if none sees it.
 
     The piece has the tokens [start, end), and the descendants have the tokens [end, subtree_end).
-    Return None if the sliding window hides the whole piece from all descendants.
     """
     keys = slice(start, end)
     if window is None:

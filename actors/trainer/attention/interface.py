@@ -1,10 +1,9 @@
 """Attention over a packed row, in a function that transformers' models call.
 
 The linear layers of the model see one packed row [1, T, …]; only attention treats the row as a
-forest (`forest`). Invariant: the result equals the results of running each path separately. The
-function is registered with transformers under `PACKED_ATTENTION`, so any decoder model that
-dispatches through its attention interface can use it; the model receives the layout as the keyword
-`packed_layout`.
+forest (`forest`). Invariant: the result equals the results of running each path separately. Any
+decoder model with transformers' attention interface can use the function, under the name
+`PACKED_ATTENTION`. The model receives the layout as the keyword `packed_layout`.
 """
 
 from __future__ import annotations

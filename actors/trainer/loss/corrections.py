@@ -6,12 +6,11 @@ probability under *behaviour* or *old*, its denominator.
 
 Weights and masks correct for the difference between trainer and engine, which is due to the
 engine's arithmetic and the data's age. Both are computed from log-ratio = trainer - behaviour,
-without gradient. The weight rescales a token's loss. The mask sets a token's loss to 0; a masked
+without gradient. The weight rescales a token's loss. The mask sets a token's loss to 0. A masked
 token still counts in the mean over tokens, so that other tokens do not get more weight.
 
-A trajectory consists of all trained tokens of a row that have the same trajectory_index, in one or
-several samples. So values of a trajectory do not change if turns are merged. Pure; called by
-`micro_batch` and `divergence`. Letters: [M] trained tokens of one micro-batch.
+A trajectory is all trained tokens of a row with the same trajectory_index, in one or several
+samples, so merging turns changes no values. Letters: [M] trained tokens of one micro-batch. Pure.
 """
 
 from __future__ import annotations

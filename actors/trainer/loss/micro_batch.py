@@ -2,16 +2,12 @@
 
 loss = sum_t w_t (m_t c_t L_t + b k_t - e H_t): w is the token's weight, computed from the
 aggregation; m the rejection mask; c the importance weight; L the objective's loss; k the KL term
-with coefficient b; H the entropy with coefficient e. The loss is not divided by anything, so the
+with coefficient b; H the entropy with coefficient e. The loss is not divided by anything. So the
 sum of the micro-batches' losses is the update's loss, for any merging, packing and distribution to
 ranks. A masked token keeps its weight w.
 
-Each micro-batch of each rank gives a vector of partial results, such as sums and maxima. These
-vectors are combined into one, from which the statistics of the loss are computed
-(`actors.trainer.statistics`).
-
-Called by `TrainerRank`. Letters: [M] trained tokens of one micro-batch, [S] positions in a vector
-of partial results.
+Each micro-batch gives a vector of partial results for the statistics (`actors.trainer.statistics`).
+Letters: [M] trained tokens of one micro-batch, [S] positions in a vector of partial results.
 """
 
 from __future__ import annotations
@@ -264,7 +260,10 @@ def no_statistics(device: torch.device | None = None) -> Tensor:
 
 
 def combine_rows(rows: Tensor) -> Tensor:
-    """Combine the partial results of N micro-batches or ranks, [N, S] -> [S], float64."""
+    """Combine the partial statistics of N micro-batches or ranks, [N, S] -> [S], float64.
+
+    The columns of ADDED are summed; those of COMPARED take the largest value.
+    """
     split = len(ADDED)
     return torch.cat([rows[:, :split].sum(0), rows[:, split:].amax(0)])
 

@@ -4,11 +4,10 @@ All objectives raise a token's probability if its advantage is positive and lowe
 advantage is negative; they differ in how they limit the change. At ratio 1, the derivative of each
 loss with respect to the token's log-probability is -A, as in the plain policy gradient.
 
-`token_losses` applies the objective that the settings name, and marks the *clipped* tokens: those
-whose weight is bounded (cispo, reinforce) or whose gradient is removed (the other objectives).
-A token is clipped high at a high ratio, and clipped low at a low ratio.
-Pure; called by `micro_batch`. Letters: [M] trained tokens of one micro-batch; r ratio, A advantage,
-p the token's probability.
+`token_losses` applies the objective of the settings, and marks the *clipped* tokens. Their weight
+is bounded (cispo, reinforce) or their gradient is removed (the other objectives). A token is
+clipped high at a high ratio, and clipped low at a low ratio. Letters: [M] trained tokens of one
+micro-batch; r ratio, A advantage, p the token's probability. Pure.
 """
 
 from __future__ import annotations

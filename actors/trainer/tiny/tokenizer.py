@@ -1,9 +1,8 @@
 """The tokenizer and chat template of the tiny policy, trained on the corpus in this file.
 
-Byte-level BPE, so that any text can be encoded. Invariants: a digit is always a token of its own,
-the special tokens are never split, and a chat renders as the concatenation of its messages'
-renderings, so that a longer chat extends the ids of its prefix. `model.py` writes the tokenizer to
-disk, and `warmup.py` renders its conversations with the tokenizer.
+The tokenizer is byte-level BPE, so that any text can be encoded. Invariants: a digit is always a
+token of its own. Special tokens are never split. A chat renders as the concatenation of its
+messages' renderings, so that a longer chat extends the ids of its prefix.
 """
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers

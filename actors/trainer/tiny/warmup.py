@@ -1,10 +1,8 @@
 """A short supervised warm-up that teaches the tiny policy the form of an answer, never its content.
 
-Invariant: every target is drawn independently of the question, the hints and the tool's results
-(guesses are uniform over the stated range, operands and final answers are uniform), so that only
-reinforcement teaches a policy to win. Only assistant tokens are in the loss. A share
+Invariant: every target is drawn independently of the question, the hints and the tool's results. So
+only reinforcement teaches a policy to win. Only assistant tokens are in the loss. A share
 MALFORMED_SHARE of the tool calls is malformed on purpose, so that training can reduce this share.
-The chats use the texts of the environments. Called by `model.build_tiny_model`.
 """
 
 from __future__ import annotations

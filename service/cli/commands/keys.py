@@ -166,8 +166,7 @@ def _day(moment: float) -> str:
 def _opened(run: Path) -> Iterator[RunStore]:
     """Open a run's database for the `with` block. If its format is older, migrate it first.
 
-    Raises: ConfigError if the database cannot be opened, or if it must be migrated while another
-    process runs the run.
+    Raises: ConfigError if it cannot be opened, or if it needs migration while the run is running.
     """
     from service.launch.run_dir import RunDir
 

@@ -240,10 +240,7 @@ def evaluate(
 
 
 def _evaluation_section(config: Config, name: str) -> str:
-    """Return the dotted key of the section with an evaluation set's sampling settings.
-
-    name: name of the set; empty for the run's own held-out tasks.
-    """
+    """Return the key of an evaluation set's section. name: empty for the run's held-out tasks."""
     sections = {"": "evaluation"}
     sections |= {name: f"evaluation.sets.{name}" for name in config.evaluation.sets}
     sections |= {name: f"mixture.{name}.evaluation" for name in config.mixture}

@@ -162,10 +162,7 @@ def read(
 
 
 def _continued(value: object) -> str:
-    """Return the id of the earlier answer that a request's `thread` continues; empty if none.
-
-    value: the field `thread`, or None if the request does not have it.
-    """
+    """Return the id of the earlier answer that a request's `thread` continues; empty if none."""
     thread = {"type": "create"} if value is None else read_object(value, "thread")
     found = read_text(thread.get("type"), "thread.type")
     if found == "create":
@@ -218,10 +215,8 @@ def _user(content: list[Any], where: str) -> Iterator[Message]:
 
 
 def _shown_error(result: str) -> str:
-    """Return a failed call's result with the prefix "Error: ", so that the policy sees the failure.
-
-    A chat template has no field for a failure.
-    """
+    """Put "Error: " before a failed call's result, so that the policy sees the failure."""
+    # A chat template has no field for a failure.
     return result if result.startswith(_ERROR) else f"{_ERROR}{result}"
 
 

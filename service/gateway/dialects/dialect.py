@@ -8,9 +8,9 @@
     except Refused as refused:
         answer, status = dialect.error(refused), refused.code.status
 
-A dialect has no state and does no I/O. A body may be any JSON. A dialect's tables of parameters say
-which parameters are read, which have no effect, and which are refused with an error that names
-them; the documentation is made from these tables too. A parameter that is null counts as absent.
+A body may be any JSON. A dialect's tables of parameters say which parameters are read, which have
+no effect, and which are refused by name. The documentation is made from these tables too. A
+parameter that is null counts as absent.
 """
 
 from __future__ import annotations
@@ -61,11 +61,8 @@ class Reads(Protocol):
     ) -> tuple[ChatRequest, AnswerStyle]:
         """Translate a client's parsed body; return the request and the form of its answer.
 
-        Args:
-            headers: The client's HTTP headers. Their names may have any case.
-            ignores: Whether to accept unsupported parameters that do not change the form of the
-                answer. The accepted parameters are listed in `ChatRequest.ignored`.
-
+        headers: HTTP headers, whose names may have any case. ignores: whether to accept unsupported
+        parameters that do not change the form of the answer (`ChatRequest.ignored`).
         Raises: Refused, and no other error.
         """
         ...

@@ -391,10 +391,9 @@ def _shown_tool(tool: ToolSchema) -> dict[str, Any]:
 
 
 def _short_names(style: AnswerStyle) -> dict[str, dict[str, str]]:
-    """Return the fields `namespace` and `name` of each function that a client put in a namespace.
+    """Return the fields `namespace` and `name` of each function in a namespace, by its full name.
 
-    The keys of the result are the functions' full names, by which the policy calls them. The client
-    expects the two fields instead of the full name.
+    The policy calls a function by its full name. The client expects the two fields instead.
     """
     return {
         _full_name(group["name"], tool["name"]): {"namespace": group["name"], "name": tool["name"]}
@@ -455,10 +454,7 @@ def events(reply: ChatReply, style: AnswerStyle) -> Iterator[bytes]:
 
 
 def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and data of each event that streams one content part of an item.
-
-    The text is sent in pieces: the part begins empty, and each delta event adds a piece.
-    """
+    """Yield the name and data of each event that streams one content part of an item."""
     prefix = f"response.{part['type']}"
     beside: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {"part": {**part, "text": ""}}
@@ -471,8 +467,7 @@ def _growing(part: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _items(reply: ChatReply, short_names: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return the items that show a reply to the client: reasoning, message and calls.
 
-    A reply without calls has a message item even if the text is empty. The id of each item contains
-    the turn's id. Later requests may send an `item_reference` with this id in place of the item.
+    A later request may name an item by its id (`item_reference`), which contains the turn's id.
     """
     message, calls = reply.message, shown_calls(reply)
     items: list[dict[str, Any]] = []

@@ -32,6 +32,8 @@ class CommandLine:
     it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """The program's own settings, as environment variables."""
+    environment: str = "frameworks"
+    """Name of the virtual environment of a script that uses a framework of PyPI."""
 
 
 CODEX = CommandLine(
@@ -63,25 +65,44 @@ QWEN_CODE = CommandLine(
     name="qwen",
     arguments=("--auth-type", "openai", "--model", "policy", "--yolo", "-p"),
 )
-FRAMEWORKS = tuple(
-    CommandLine(name=name, arguments=())
-    for name in (
-        "ai_sdk.mjs",
-        "langgraph_react.py",
-        "openai_agents.mjs",
-        "openai_agents_typed.py",
-        "pydantic_ai_chat.py",
-        "pydantic_ai_tools.py",
-        "smolagents_code.py",
-        "smolagents_tools.py",
-    )
+# LiteLLM would download prices.
+_NO_PRICES = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+FRAMEWORKS = (
+    *(
+        CommandLine(name=name, arguments=())
+        for name in (
+            "ai_sdk.mjs",
+            "langgraph_react.py",
+            "openai_agents.mjs",
+            "openai_agents_typed.py",
+            "pydantic_ai_chat.py",
+            "pydantic_ai_tools.py",
+            "smolagents_code.py",
+            "smolagents_tools.py",
+        )
+    ),
+    # Each of these has an environment of its own: some need versions that others exclude.
+    *(
+        CommandLine(name=name, arguments=(), env=env, environment=environment)
+        for name, environment, env in (
+            ("agno_tools.py", "agno", {"AGNO_TELEMETRY": "false"}),
+            ("crewai_text.py", "crewai", {"CREWAI_DISABLE_TELEMETRY": "true", **_NO_PRICES}),
+            ("crewai_tools.py", "crewai", {"CREWAI_DISABLE_TELEMETRY": "true"}),
+            ("dspy_react.py", "dspy", _NO_PRICES),
+            ("google_adk_handoff.py", "google_adk", _NO_PRICES),
+            ("haystack_tools.py", "haystack", {"HAYSTACK_TELEMETRY_ENABLED": "False"}),
+            ("llama_index_function.py", "llama_index", {}),
+            ("semantic_kernel_named.py", "semantic_kernel", {}),
+            ("strands_tools.py", "strands", {}),
+        )
+    ),
 )
 
 
 def line_of(program: CommandLine) -> tuple[str, ...]:
     """Install a program and return the command that starts it; skip the test if npm is missing."""
     if program.name.endswith(".py"):
-        python = environment_of("frameworks") / "bin" / "python"
+        python = environment_of(program.environment) / "bin" / "python"
         return str(python), str(HERE / "frameworks" / program.name)
     directory = programs()
     if program.name.endswith(".mjs"):

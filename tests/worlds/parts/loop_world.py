@@ -17,7 +17,7 @@ from actors.environment.settings import RolloutSettings, Sampling
 from actors.environment.tasks import GeneratedTasks
 from actors.merge.actor import BuiltStep
 from actors.merge.groups import PayloadsLost
-from actors.merge.report import GroupReturns, MergeReport, StepReport
+from actors.merge.report import EnvironmentReport, GroupReturns, MergeReport, StepReport
 from actors.trainer.agreement import StepAbandoned
 from actors.trainer.settings import TrainerSettings
 from actors.trainer.statistics import StepStats
@@ -93,6 +93,8 @@ class World:
     fail_from: int | None = None
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
+    environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
+    """The environments in the report of each step."""
     engines_load: Callable[[int], Awaitable[None]] = at_once
     slow_at: tuple[str, int] | None = None
     """One of "build", "train" and "evaluate", and the step in which it never ends by itself."""
@@ -179,6 +181,7 @@ class World:
         self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
         await self._take_time("build", step_input.step)
         told = report(step_input.step, scaled_return=self._scaled_return(step_input.step))
+        told = replace(told, environments=self.environments)
         if step_input.step >= self.misalign_from:
             told = replace(told, evictions={EvictionReason.TOKEN_MISALIGNED: told.num_trajectories})
         return BuiltStep(

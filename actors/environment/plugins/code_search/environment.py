@@ -1,9 +1,10 @@
 """Find the files that answer a question about a repository, with tools to list, search and read.
 
-A task's data: `question`, `repository` (a directory or an archive, by a path relative to the
-option `root`) and `files`, the true paths within the repository; other keys are ignored. The policy
-answers with a call of the tool `answer`, which has a list of paths and is the only call of its
-turn. The answer ends the task. Its reward is the F1 over the files (`grade_files`).
+A task's data: `question`, `repository` (a directory or an archive, by a path relative to the option
+`root`) and `files`, the true paths within the repository. The policy answers by a call of the tool
+`answer`, which has a list of paths and ends the task. The reward is the F1 over the files
+(`grade_files`); `precision`, `recall` and `num_calls` (the number of executed searches) are only
+reported.
 
 A turn is malformed if
 
@@ -13,10 +14,7 @@ A turn is malformed if
 
 A malformed turn costs `malformed_penalty` (component `malformed`) and is answered with one sentence
 for each fault. More than `max_malformed` such turns in a row end the task. A call beyond
-`max_calls` is not run, and its answer says so.
-
-The answer's turn has the components `precision`, `recall`, `f1` and `num_calls` (the number of
-executed searches). Only `f1` is added to the reward.
+`max_calls` is not run.
 """
 
 from __future__ import annotations

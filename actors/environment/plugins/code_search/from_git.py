@@ -1,14 +1,12 @@
 """Questions about a git repository, with answers from its history or its files.
 
 Source `commits`: the subject of a commit is the question, and the files that the commit changed are
-the right answer. The policy searches the repository at HEAD, which has the change. A commit makes
-no question if it is a merge, a revert or a fixup; if its subject has fewer than MIN_WORDS words or
-has the name of one of the files; or if it changed more than `max_files` files, or a file that no
-longer exists. If several commits have the same subject, only the newest one makes a question.
+the right answer. The policy searches the repository at HEAD, which has the change. Merges, reverts
+and fixups make no questions. A subject must not be short, and must not name a changed file. Of
+commits with the same subject, only the newest one makes a question.
 
 Source `docstrings`: the first sentence of a Python module's docstring is the question, and the
 module is the right answer. These questions are easier, because the file contains their words.
-Called by `rayloom tasks code-search`.
 """
 
 from __future__ import annotations

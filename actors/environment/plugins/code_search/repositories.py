@@ -1,12 +1,10 @@
 """Locate the repository of a task: a directory or an archive below a root; unpack an archive once.
 
-Invariant: a repository that a task names is below the root, after links are resolved.
-
-Each process unpacks archives into its own scratch directory, and removes the directory when the
-process ends. A living process holds a lock on its scratch directory, so that later processes can
-recognize and remove the directories that killed processes have left. If the unpacked repositories
-together are larger than KEPT_REPOSITORIES times the size limit of one repository, the least
-recently used are removed, except those that an episode still uses. Called by `tools`.
+Invariant: a repository that a task names is below the root, after links are resolved. Each process
+unpacks archives into its own scratch directory. The process locks this directory, and removes it at
+its end. Later processes remove the unlocked directories that killed processes have left. If the
+unpacked repositories are larger than KEPT_REPOSITORIES times the limit of one, the least recently
+used are removed, except those that an episode still uses.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Confine a process for good, so that it can read files and do little else.
 
 Two barriers keep a confined process from the network; at least one is required:
-- A filter of system calls (seccomp; x86-64 and AArch64) allows the calls that reading needs and
-  refuses all others: sockets, new processes and programs, signals, opening a file to write.
+- A filter of system calls (seccomp; x86-64 and AArch64) allows only the calls that reading needs.
+  It refuses sockets, new processes and programs, signals, and opening a file to write.
 - An empty network namespace. The kernel grants one to root with CAP_SYS_ADMIN, and to users that
   may create user namespaces.
 
-Limits of the kernel bound memory, processor time, open files and the size of files. The programs of
-this package confine themselves before they read anything that others wrote. This module uses only
-the standard library.
+Limits of the kernel bound memory, processor time, open files and the size of files. The package's
+programs confine themselves before they read what others wrote. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -141,9 +140,7 @@ def _filter(libc: ctypes.CDLL, machine: _Machine, *, may_write: bool) -> bool:
 def _program(machine: _Machine, *, may_write: bool) -> bytes:
     """Return the filter of system calls, as a program that the kernel runs at each call.
 
-    It allows the calls in `machine.allowed` and opening files to read; other calls fail with EPERM.
-
-    may_write: whether the program also allows the calls that write files and make directories.
+    may_write: whether the filter allows the calls that write files and make directories.
     """
     steps: list[Sequence[int]] = [
         (_LOAD, 0, 0, _ARCH),

@@ -1,9 +1,8 @@
 """The program that the tools run in: it reads requests from its input and writes an answer to each.
 
-The program uses only the standard library, so that it starts in some twenty milliseconds and takes
-ten MiB. It is confined before it reads a request (`sandbox`). If a call takes too long, the caller
-(`servers`) kills the program. The program ends when its input ends. Each request and each answer is
-one line of JSON.
+Each request and each answer is one line of JSON. The program is confined before it reads a request
+(`sandbox`). If a call takes too long, the caller (`servers`) kills the program. Only the standard
+library is used, so that the program starts in some twenty milliseconds and takes ten MiB.
 """
 
 from __future__ import annotations

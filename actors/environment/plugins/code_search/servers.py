@@ -1,11 +1,9 @@
 """Start, call and kill the processes that the tools run in.
 
-Each server process belongs to one thread, which waits for the server's answers, so that no event
-loop is blocked. Invariant: no call waits for an answer longer than its limit.
-
-If a server does not answer in time, or ends during a call, its process group is killed, and the
-next call starts another server. A server also dies when the thread or the process that started it
-ends for any reason. Called by `tools`, and by the environment `sql`.
+Each server process belongs to one thread, which waits for its answers, so that no event loop is
+blocked. Invariant: no call waits for an answer longer than its limit. A server that answers too
+late or ends during a call is killed with its process group, and the next call starts another
+server. A server also dies when its thread or the process that started it ends for any reason.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """List, search and read the files of a directory, and nothing outside it. Standard library only.
 
 Invariant: a path is opened part by part below the directory, and no part may be a link. So only the
-directory's own regular files are read, for any path and any content of the repository. Links
-and git's own directory (`.git`, which reveals later commits) are treated as missing. Every answer
-has a bound on lines, characters, files read and seconds, and says so if it was cut. Called by
-`server`, in a confined process.
+directory's own regular files are read. Links and git's own directory (`.git`, which reveals later
+commits) are treated as missing. Every answer has a bound on lines, characters, files read and
+seconds, and says so if it was cut.
 """
 
 from __future__ import annotations

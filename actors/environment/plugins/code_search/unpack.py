@@ -1,12 +1,11 @@
 """The program that unpacks a repository's archive: `unpack.py ARCHIVE DIRECTORY BYTES ENTRIES`.
 
 Invariant: the program makes regular files and directories below DIRECTORY, and writes nowhere else.
-Names are checked before anything is written. The program refuses the whole archive if an entry
-leads outside, occurs twice or exceeds a limit. It leaves out links, devices and git's own
-directory. It counts the bytes that it unpacks, not the declared ones. It is confined like the tools
-(`sandbox`), except that it may write. It prints one line of JSON: `files`, `left_out` and `bytes`,
-or `refused`.
-Standard library only.
+Names are checked before anything is written. The whole archive is refused if an entry leads
+outside, occurs twice or exceeds a limit. Limits apply to the unpacked bytes, not to the declared
+ones. Links, devices and git's own directory are left out. The output is one line of JSON: `files`,
+`left_out` and `bytes`, or `refused`. The program is confined like the tools (`sandbox`), except
+that it may write. Standard library only.
 """
 
 from __future__ import annotations

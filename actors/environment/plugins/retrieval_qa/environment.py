@@ -1,18 +1,18 @@
 """Questions about a set of documents, which the policy searches by BM25.
 
 A task's data: `question`; `answers`, one right answer or several alternatives; and, if known,
-`documents`, the ids of the documents with the answer. Without data the question is made from the
+`documents`, the ids of the documents with the answer. Without data, the question is made from the
 seed, about generated documents.
 
 A turn with calls of `search` or `read` is answered with documents or errors. A turn without calls
 is the final answer and ends the task. The answer is the text of the last `<answer>…</answer>` or,
 without these tags, the whole visible text.
 
-The option `reward` chooses the reward of the answer, `f1` or `exact_match` (see `grade_answer`).
-The answer's turn has the components `f1`, `exact_match` and `num_searches`. If `documents` are
-known, it also has `found_support`, the share of these documents that a tool has shown. A turn with
-a call that cannot be read is malformed and has the component `malformed`, which is minus
-`malformed_penalty`. More than `max_malformed` such turns in a row end the task.
+The option `reward` chooses the reward, `f1` or `exact_match` (see `grade_answer`). The answer's
+turn has the components `f1`, `exact_match` and `num_searches`. If `documents` are known, it also
+has `found_support`, the share of these documents that a tool has shown. A turn with a call that
+cannot be read is malformed: its component `malformed` is minus `malformed_penalty`. More than
+`max_malformed` such turns in a row end the task.
 """
 
 from __future__ import annotations

@@ -7,16 +7,15 @@ The data of a task:
 - `query`, a query that finds the true rows; or `rows`, the true rows
 Without data, the task's seed determines all three (`generated`).
 
-In a turn, the policy calls the tool `run_sql` or gives its answer. Each call returns rows or an
-error. The answer is a query: the last fenced block of the visible text or, without a block, the
-whole visible text. The answer ends the task. With `max_queries` 0 there is no tool, and the first
-turn is the answer.
+In a turn, the policy calls the tool `run_sql` or gives its answer, which ends the task. The answer
+is a query: the last fenced block of the visible text or, without a block, the whole visible text.
+With `max_queries` 0 there is no tool.
 
 Reward: 1 if the answer finds the true rows (see `is_correct`), plus `executable_bonus` if the query
 runs, right or wrong. The answer has the components `correct` and `executable`, 0 or 1 each, and
-`num_queries`, the number of the tool's queries. A turn with a call that cannot be read is malformed
-and has the component `malformed`, which is minus `malformed_penalty`. More than `max_malformed`
-such turns in a row end the task.
+`num_queries`, the number of the tool's queries. A turn with a call that cannot be read is
+malformed: its component `malformed` is minus `malformed_penalty`. More than `max_malformed` such
+turns in a row end the task.
 """
 
 from __future__ import annotations
@@ -257,10 +256,7 @@ class SqlEnvironment:
             await asyncio.to_thread(execution.close)
 
     def _database_of(self, data: SqlData) -> dict[str, str]:
-        """Return a task's database in the form that `Execution.query` takes: a script or a path.
-
-        Raises: ValueError if the task names a database, but no such file exists below the root.
-        """
+        """Return a task's database in the form that `Execution.query` takes: a script or a path."""
         if not data.database:
             return {"script": data.schema}
         root = Path(self._options.root or ".").expanduser().resolve()

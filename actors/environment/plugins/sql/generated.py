@@ -78,10 +78,7 @@ def make_question(seed: int, *, level: int = 1) -> SqlData:
 
 
 def _script(items: _Items, *, with_stores: bool) -> str:
-    """Return the SQL that makes the database.
-
-    with_stores: whether to add the table `stores`, with the city of each item.
-    """
+    """Return the SQL that makes the database; the table `stores`, if any, has the items' cities."""
     rows = ", ".join(f"('{name}', '{kind}', {price})" for name, kind, price, _ in items)
     script = (
         "CREATE TABLE items (name TEXT, kind TEXT, price INTEGER);\n"

@@ -1,10 +1,9 @@
 """The program that queries run in: it reads a database and a query, and writes rows or an error.
 
-The program uses only the standard library and is confined before its first request, like
-`code_search.server`: no network, no writing of files, bounded memory and time. A query may only
-select: SQLite asks `_authorize` before each action, the connection is read-only, and no value is
-longer than MAX_VALUE_BYTES. Each request opens its own database, so that requests do not affect
-each other.
+The program is confined before its first request, like `code_search.server`: no network, no writing
+of files, bounded memory and time. A query may only select: SQLite asks `_authorize` before each
+action, and the connection is read-only. No value is longer than MAX_VALUE_BYTES. Each request opens
+its own database, so that requests do not affect each other. Standard library only.
 """
 
 from __future__ import annotations
