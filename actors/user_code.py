@@ -12,7 +12,7 @@ import asyncio
 import logging
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -205,11 +205,15 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def location(error: BaseException) -> str:
-    """Return the place where an error was raised, such as `/path/game.py:12 in reset`, or ""."""
+def location(error: BaseException, *, outside: Collection[str] = ()) -> str:
+    """Return the place where an error was raised, such as `/path/game.py:12 in reset`, or "".
+
+    outside: files whose lines are not named; the line that called them is named instead.
+    """
     if isinstance(error, RaisedInWorker):
         return error.where
-    frames = traceback.extract_tb(error.__traceback__)
+    all_frames = traceback.extract_tb(error.__traceback__)
+    frames = [each for each in all_frames if each.filename not in outside]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 

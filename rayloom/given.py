@@ -221,7 +221,7 @@ def _stored(
     what, others: as for `name_of`. Raises: ConfigError if the function cannot be pickled.
     """
     name = getattr(function, "__name__", "")
-    name = name if name.isidentifier() else "function"
+    name = name if name.isidentifier() else "unnamed"
     buffer = io.BytesIO()
     # Only a tool's annotations are read; those of another function might import large libraries.
     pickler = _Pickler(buffer, with_types=what == "tools")

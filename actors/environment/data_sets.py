@@ -129,10 +129,10 @@ def read_data_set(
     ):
         task = _task(entry, taken, environment=environment, where=where, section=section)
         if check is not None and (problem := check.problem(task.data)):
+            remedy = check.remedy(task.data, entries, section=section)
+            note = note_of_object(Path(source).expanduser())
             raise BadTaskFile(
-                f"{where}: {problem}; the data set has the columns {listed(names)}: map them in "
-                f"{section}.columns, such as {{answer: COLUMN}}, or correct or remove the row"
-                f"{note_of_object(Path(source).expanduser())}"
+                f"{where}: {problem}; the data set has the columns {listed(names)}: {remedy}{note}"
             )
         if task.task_id in found_ids:
             if "task_id" in entries:

@@ -37,7 +37,14 @@ from actors.environment import workers
 from actors.environment.fork_server import preload
 from actors.environment.protocol import ToolSchema, text_of_content
 from actors.environment.reward_functions import RewardFunction, method_as_reward
-from actors.environment.tool_arguments import NOT_TAKEN, BadTool, arguments_model, no_schema, tidy
+from actors.environment.tool_arguments import (
+    NOT_TAKEN,
+    BadTool,
+    arguments_model,
+    no_schema,
+    tidy,
+    with_json_read,
+)
 from actors.environment.tool_turns import BadArguments, ToolFailed
 from actors.environment.user_names import BadName, find
 from actors.user_code import bounded, in_thread, type_of
@@ -80,7 +87,7 @@ class FunctionTool:
         try:
             read = self.arguments.model_validate(arguments)
         except BadValue as error:
-            if (parsed := _with_json_read(arguments, error)) is not None:
+            if (parsed := with_json_read(arguments, error)) is not None:
                 return self.read(parsed)
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -190,23 +197,6 @@ def _tool_of(target: str) -> FunctionTool:
     found = _load(target)
     assert isinstance(found, FunctionTool)
     return found
-
-
-def _with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
-    """Parse the refused arguments that are JSON text of an object or a list; return all arguments.
-
-    vLLM's parsers may leave such text. Returns: None if there is no text, or if a text is invalid.
-    Example: {"n": 1, "at": "[2, 3]"}, if `error` names "at" -> {"n": 1, "at": [2, 3]}
-    """
-    read = dict(arguments)
-    for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
-        text = read.get(str(name))
-        if isinstance(text, str) and text.lstrip()[:1] in ("{", "["):
-            try:
-                read[str(name)] = json.loads(text)
-            except (ValueError, RecursionError):
-                return None
-    return None if read == dict(arguments) else read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,26 +431,24 @@ def _read_class(name: str, found: type, *, make: Callable[[], Any]) -> ToolClass
             f"tool {name}: {found.__name__} has no public method besides reset, close and "
             "get_reward, expected one or more as its tools"
         )
-    tools = tuple(
-        read_function(
-            method,
-            name=method_name,
-            where=f"tool {name}.{method_name}",
-            takes_self=not isinstance(
-                inspect.getattr_static(found, method_name), staticmethod | classmethod
-            ),
-        )
-        for method_name, method in methods.items()
-    )
     return ToolClass(
         name=found.__name__,
         make=make,
-        tools=tools,
+        tools=tuple(_read_method(found, each, methods[each], cls=name) for each in methods),
         has_reward=callable(getattr(found, "get_reward", None)),
         made=found,
         target=name,
         required_columns=_required_columns(found),
     )
+
+
+def _read_method(owner: type, name: str, method: Callable[..., Any], *, cls: str) -> FunctionTool:
+    """Make a tool from a method. cls: the class's name in errors. Raises: BadTool."""
+    is_bound = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
+    try:
+        return read_function(method, where=f"tool {cls}.{name}", name=name, takes_self=not is_bound)
+    except BadTool as error:
+        raise BadTool(f"{error}; if {name} is not a tool, begin its name with _") from error
 
 
 def _is_inner(function: Callable[..., Any]) -> bool:

@@ -85,8 +85,8 @@ def checked_results(found: Any, *, num_answers: int) -> Sequence[StepResult | No
     for result in found:
         if not isinstance(result, StepResult | None):
             raise RewardError(
-                f"score_group gave {type_of(result)} for an answer, expected a StepResult "
-                "of actors.environment.protocol, or None for an answer that has no score"
+                f"score_group gave {type_of(result)} for an answer, expected a "
+                "rayloom.StepResult, or None for an answer that has no score"
             )
         if result is not None and (problem := reward_problem(result)) is not None:
             raise RewardError(problem)

@@ -39,6 +39,11 @@ An environment may use it in log lines, or to name external resources that would
 process died. Empty while an environment is tried out before the start of a run."""
 
 
+CHECKING_FILES = ("<string>", __file__)
+"""The files that check the values of this module: the constructors of its dataclasses, and the
+module. If a check fails, the fault is in the line that makes the value."""
+
+
 class Role(StrEnum):
     """The role of a chat message's author."""
 

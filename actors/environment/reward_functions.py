@@ -63,6 +63,7 @@ from actors.environment.user_names import (
     bound_name,
     find,
     hides_arguments,
+    remedy_of_missing,
     renaming,
 )
 from actors.limits import MAX_REWARD
@@ -138,11 +139,11 @@ class RewardFunction:
         given = columns.keys() | extras
         # A function with lists gets the column `prompt` as `prompts` only.
         if missing := sorted(self.required - (given - {"prompt"} if self.takes_lists else given)):
-            remedy = renaming(missing, takes_lists=self.takes_lists)
+            lists = self.takes_lists
+            remedy = remedy_of_missing(missing, columns, takes_lists=lists, of_tools=EXTRAS)
             raise ValueError(
                 f"reward function {self.name} needs {', '.join(missing)}, got the columns "
-                f"{', '.join(sorted(columns)) or 'none'}; "
-                f"{remedy or 'give the data such a column, or the argument a default'}"
+                f"{', '.join(sorted(columns)) or 'none'}; {remedy}"
             )
 
     async def score(

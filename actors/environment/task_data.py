@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -197,6 +197,7 @@ class DataCheck:
         is_closed = schema.get("additionalProperties") is False
         self.names = frozenset(schema.get("properties", ())) if is_closed else None
         """Names of the entries that the data may have; None allows every name."""
+        self._needed = self.filled.union(schema.get("required", ()))
         self._accepts = _acceptor(schema)
         # Most tasks have only a seed.
         self._of_none = self._problem({})
@@ -215,6 +216,18 @@ class DataCheck:
         if self._accepts is not None and self._accepts(data):
             return self._problem_of_check(data)
         return self._problem(data)
+
+    def remedy(self, data: Mapping[str, Any], entries: Collection[str], *, section: str) -> str:
+        """Return a remedy for a row of a data set that has a problem, as the end of its text.
+
+        data: the row's data. entries: the entries that any row has. section: the section of the
+        configuration with the setting `columns`.
+        """
+        example = next(iter(sorted(self._needed - data.keys())), "answer")
+        hint = f"map them in {section}.columns, such as {{{example}: COLUMN}}"
+        # To change this row helps only if other rows have what it lacks.
+        is_general = bool(self._needed - set(entries))
+        return hint if is_general else f"{hint}, or correct or remove the row"
 
     def _problem(self, data: Mapping[str, Any]) -> str:
         found = best_match(self._validator.iter_errors(dict(data)))

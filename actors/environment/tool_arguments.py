@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
@@ -65,9 +66,11 @@ def arguments_model(
                 f"{HIDES if hides_arguments(function) else 'name them'}"
             )
         if parameter.name not in types:
+            default = _default_of(parameter).get("default")
+            kind = "str" if default is None else type(default).__name__
             raise BadTool(
                 f"{where}: the argument {parameter.name} has no type, expected one such as "
-                f"{parameter.name}: str, because the policy is shown the types"
+                f"{parameter.name}: {kind}, because the policy is shown the types"
             )
         annotation = types[parameter.name]
         # Without a description in the docstring, use the one of Annotated.
@@ -273,3 +276,20 @@ def _without_titles(tree: Any) -> Any:
         else:
             found[name] = _without_titles(value)
     return found
+
+
+def with_json_read(arguments: Mapping[str, Any], error: BadValue) -> dict[str, Any] | None:
+    """Parse the refused arguments that are JSON text of an object or a list; return all arguments.
+
+    vLLM's parsers may leave such text. Returns: None if there is no text, or if a text is invalid.
+    Example: {"n": 1, "at": "[2, 3]"}, if `error` names "at" -> {"n": 1, "at": [2, 3]}
+    """
+    read = dict(arguments)
+    for name in {each["loc"][0] for each in error.errors() if each["loc"]}:
+        text = read.get(str(name))
+        if isinstance(text, str) and text.lstrip()[:1] in ("{", "["):
+            try:
+                read[str(name)] = json.loads(text)
+            except (ValueError, RecursionError):
+                return None
+    return None if read == dict(arguments) else read

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -292,6 +292,37 @@ def renaming(names: Collection[str], *, takes_lists: bool) -> str:
     return "".join(
         f"in a function {form} the argument is {new}; rename {old}" for old, new in found[:1]
     )
+
+
+def remedy_of_missing(
+    names: Sequence[str],
+    columns: Collection[str],
+    *,
+    takes_lists: bool,
+    of_tools: Collection[str],
+) -> str:
+    """Return the remedy for a reward function that requires arguments that it is not given.
+
+    Args:
+        names: The arguments' names.
+        columns: The columns of the data.
+        takes_lists: Whether the function scores a list of answers.
+        of_tools: Arguments that only the environment `tools` gives.
+
+    Example: names=["anser"] and columns=["answer"] -> "did you mean 'answer'? If not, give the data
+        such a column, or the argument a default"
+    """
+    if hint := renaming(names, takes_lists=takes_lists):
+        return hint
+    if lacking := [name for name in names if name in of_tools]:
+        return (
+            f"a run with tools gives {' and '.join(lacking)}; name tools by --tools or "
+            "tasks.options.tools, or remove the argument: the answer is "
+            f"{'completions' if takes_lists else 'completion'}"
+        )
+    near = difflib.get_close_matches(names[0], columns, n=1)
+    hint = f"did you mean {near[0]!r}? If not, " if near else ""
+    return f"{hint}give the data such a column, or the argument a default"
 
 
 def _check_file(module: ModuleType, place: str, *, what: str) -> None:

@@ -24,6 +24,7 @@ from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 
+from actors.environment import protocol
 from actors.environment.chat_template import RenderError
 from actors.environment.data_sets import read_data_set
 from actors.environment.evaluation import EvaluationSet
@@ -422,8 +423,8 @@ def first_observation(config: Config) -> Observation:
         ) from error
     if not isinstance(found, Observation):
         raise ConfigError(
-            f"tasks.environment: reset of {name!r} returned {type_of(found)}, expected an "
-            "Observation of actors.environment.protocol"
+            f"tasks.environment: reset of {name!r} returned {type_of(found)}, expected a "
+            "rayloom.Observation; return one"
         )
     return found
 
@@ -475,7 +476,7 @@ def maker(config: Config) -> Callable[[], Environment]:
 
 def _error_text(error: BaseException) -> str:
     root = root_cause(error)
-    at = location(root)
+    at = location(root, outside=protocol.CHECKING_FILES)
     return f"{describe(root)}{f' ({at})' if at else ''}"
 
 

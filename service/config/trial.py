@@ -354,7 +354,7 @@ def _check_calls(calls: Sequence[Call], *, tell: Callable[[str], None]) -> None:
         if odd and odd == own:
             tell(f"{_error_text(odd[0])}, as for all {len(own)} answers: check the function")
         elif odd:
-            tell(f"{_error_text(odd[0])}; that may be right for this answer")
+            tell(f"{_error_text(odd[0])}; that may be right for this answer; {_effect(odd[0])}")
         if any(each.fate is None for each in own):
             tell(f"{own[0].function} was not called, because the calls took {CALLS_LIMIT_S:.0f} s")
     for name in dict.fromkeys(each.environment for each in calls):
@@ -389,9 +389,17 @@ def _remedy(call: Call) -> str:
     return _REMEDIES[call.fate or "broken"]
 
 
+def _effect(call: Call) -> str:
+    """Return what a run does with an answer after such a call of a scoring function."""
+    if call.function.startswith(STEP):
+        return "a rollout in which it happens is an environment_error and is not trained"
+    when = "and nothing else scores an answer" if call.fate == "silent" else "in a run"
+    return f"if it happens {when}, the rollout is a reward_error and is not trained"
+
+
 def _error_text(call: Call) -> str:
     said = _SAID[call.fate or "broken"]
-    found = f"{call.function} {said} {call.text}".replace("  ", " ")
+    found = " ".join(part for part in (call.function, said, call.text) if part)
     # The text of "no number" ends with what was expected, so the answer must come before the text.
     is_before = call.fate == "no number"
     return f"for {call.answer}, {found}" if is_before else f"{found} for {call.answer}"

@@ -308,7 +308,7 @@ async def _stepped(
 
 def _fate_of_step(found: object, *, is_copied: bool) -> tuple[Fate, str, float]:
     if not isinstance(found, StepResult):
-        words = f"{type_of(found)}, expected a StepResult of actors.environment.protocol"
+        words = f"{type_of(found)}, expected a rayloom.StepResult"
         return "no number", words, 0.0
     if (problem := reward_problem(found)) is not None:
         return "no number", f"({problem})", 0.0
@@ -346,10 +346,7 @@ def _fate_of(
     is_misused = at.startswith(f"{protocol.__file__}:")
     problem = describe(root)
     if is_misused:
-        # Name the line of the user's code.
-        frames = traceback.extract_tb(root.__traceback__)
-        own = [each for each in frames if each.filename not in ("<string>", protocol.__file__)]
-        at = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+        at = location(root, outside=protocol.CHECKING_FILES)
     words = f"{problem}{f' ({at})' if at else ''}"
     # Compare names: an error from another process has no type to compare.
     match problem.partition(":")[0]:

@@ -305,11 +305,10 @@ def _fewer_turns(window: Window) -> Finding | None:
     number = int((seen.mark & window.is_recent).sum())
     if number < MIN_SHARE * int(window.num_rollouts[-RECENT_STEPS:].sum()):
         return None
-    what = (
-        f"have the best rewards in at most {usual_turns / 2:g} of the {usual_turns:g} turns of "
-        "before"
-    )
-    return _share(window, "fewer_turns", seen, what)
+    most = int(usual_turns / 2)
+    what = f"get one of the best rewards in at most {most} turn{'s' if most > 1 else ''}"
+    rest = f"; before, a trajectory usually had {usual_turns:g} turns"
+    return _share(window, "fewer_turns", seen, what, rest=rest)
 
 
 def _component_falls(window: Window) -> Finding | None:

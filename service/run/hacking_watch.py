@@ -40,6 +40,10 @@ SHADOW_START_S = 120.0
 # Maximum number of starts of the verifier's process.
 MAX_SHADOWS = 3
 LOWEST_PRIORITY = 19
+_REMEDY = (
+    "this may be wanted; read such trajectories with `rayloom inspect RUN_DIR ID`, and correct the "
+    "reward if they exploit it (docs/hacking.md)"
+)
 Ask = Callable[[str], Verdicts]
 """A function that calls the shadow verifier for the journal file with the given path.
 
@@ -144,7 +148,7 @@ class HackingWatch:
         new = self._detector.see(tuple(each.with_verified(verdicts) for each in parts))
         self._findings += tuple(new)
         for finding in new:
-            self._notice(f"audit: {finding.text}{_examples(finding)}")
+            self._notice(f"audit: {finding.text}{_examples(finding)}; {_REMEDY}")
         # Do this last, because it may fail.
         if verdicts:
             append(self._run_dir.path, Line(step=number, term=term, verdicts=verdicts))

@@ -365,7 +365,7 @@ class NoStep:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Nothing", "NoneType, expected an Observation"),
+        ("Nothing", "NoneType, expected a rayloom.Observation"),
         ("Surrogate", "lone surrogate .* at character 1"),
         ("Unspeakable", "Silent: its text cannot be read"),
         ("Exits", r"SystemExit: 3 \(.*hostile.py:\d+ in reset"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,25 +28,45 @@ from service.config.sections import TasksSettings
 from service.config.tasks import check_prompt, first_observation, open_sets, open_tasks
 from service.config.tree import Config
 
+FUNCTIONS = """
+def score(completion, answer):
+    return float(completion == answer)
+
+def misspelt(completion, anser):
+    return 1.0
+
+def reads_calls(completion, messages):
+    return 1.0
+
+def look(place: str) -> str:
+    "Look at a place."
+    return place
+
+class Room:
+    look = staticmethod(look)
+    def get_reward(self):
+        return 1.0
+"""
+
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    (tmp_path / "quick_rewards.py").write_text(
-        "def score(completion, answer):\n    return float(completion == answer)\n"
-    )
+    (tmp_path / "quick_rewards.py").write_text(FUNCTIONS)
     rows = [{"prompt": f"{number} + 1", "answer": str(number + 1)} for number in range(20)]
     file = tmp_path / "My sums (1).jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
 
 
-def asked(data: str | None, *overrides: str, file: Path | None = None) -> Config:
+def asked(
+    data: str | None, *overrides: str, file: Path | None = None, reward: str = "score"
+) -> Config:
     return run_configuration(
         file,
         dataset=data,
-        rewards=["quick_rewards.py:score"],
+        rewards=[f"quick_rewards.py:{reward}"],
         tools=[],
         model=None,
         overrides=list(overrides),
@@ -91,8 +112,44 @@ def test_missing_columns_of_a_function_are_reported_before_the_start(data: str) 
     with pytest.raises(ConfigError, match="score needs answer, got the columns prompt, result"):
         first_observation(config)
     config = asked(data, "tasks.columns={prompt: null}")
-    with pytest.raises(ConfigError, match=r"prompt missing.*has the columns prompt, answer"):
+    words = r"prompt missing.*has the columns prompt, answer: .* such as \{prompt: COLUMN\}$"
+    with pytest.raises(ConfigError, match=words):
         open_tasks(config)
+    words = r"misspelt needs anser, .*; did you mean 'answer'\? If .* as \{anser: COLUMN\}$"
+    with pytest.raises(ConfigError, match=words):
+        open_tasks(asked(data, reward="misspelt"))
+    words = "needs messages, .*; a run with tools gives messages; name tools by --tools"
+    with pytest.raises(ConfigError, match=words):
+        open_tasks(asked(data, reward="reads_calls"))
+
+
+def test_tools_need_no_reward_function_if_a_class_has_get_reward(data: str) -> None:
+    def with_tools(name: str, *rewards: str, overrides: Sequence[str] = ()) -> Config:
+        return run_configuration(
+            None,
+            dataset=data,
+            rewards=[f"quick_rewards.py:{each}" for each in rewards],
+            tools=[f"quick_rewards.py:{name}"],
+            model=None,
+            overrides=list(overrides),
+        )
+
+    config = with_tools("Room")
+    assert config.tasks.options == {"tools": ["quick_rewards.py:Room"]}
+    assert [tool.name for tool in first_observation(config).tools] == ["look"]
+    with pytest.raises(ConfigError, match=r"got no function, and no class of tools with get_rew"):
+        first_observation(with_tools("look"))
+    # No column has the messages, which the environment gives.
+    config = with_tools("look", "reads_calls", overrides=["tasks.columns={prompt: null}"])
+    with pytest.raises(ConfigError, match=r"prompt missing.* such as \{prompt: COLUMN\}$"):
+        open_tasks(config)
+
+
+def test_the_remedy_for_one_row_is_to_correct_it(data: str) -> None:
+    with Path(data).open("a") as file:
+        file.write('{"answer": "1"}\n')
+    with pytest.raises(ConfigError, match=r"row 21: .*\{prompt: COLUMN\}, or correct or remove"):
+        open_tasks(asked(data))
 
 
 def test_a_users_model_has_a_small_learning_rate_and_shares_the_gpu() -> None:

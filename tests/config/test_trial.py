@@ -66,6 +66,9 @@ def parts(completion, answer):
 def only_total(completion, answer):
     return {"reward": float(completion.strip() == answer)}
 
+def partly(completion, answer):
+    return 1.0 if completion == answer else None
+
 def silent(completion):
     return None
 
@@ -284,15 +287,19 @@ def test_a_missing_helper_file_and_an_unloaded_module_raise_no_error(
 
 def test_a_failure_for_one_answer_is_a_warning_and_leaves_no_process(place: Path) -> None:
     reported: list[str] = []
-    names = ("right", "prints", "forks", "reads", "dies_once", "silent")
+    names = ("right", "prints", "forks", "reads", "dies_once", "silent", "partly")
     (place / "starts.py").write_text(STARTS)
     functions = [*(f"of_trial.py:{name}" for name in names), "starts.py:one"]
     begun = tried(config_of(options={"reward": functions}), Trial(), tell=reported.append)
     assert begun["single_turn"].messages[0].content.endswith("?")
-    reads, dies, silent = reported
+    reads, dies, silent, partly = reported
     assert "reads raised EOFError: EOF when reading a line" in reads and "2 answers" in reads
     assert "dies_once ended its process (its process ended itself with status 11) for" in dies
-    assert "silent gave None" in silent
+    assert "silent gave None for the reference answer of" in silent
+    effect = "the rollout is a reward_error and is not trained"
+    assert dies.endswith(f"for this answer; if it happens in a run, {effect}")
+    assert "partly gave None for the reference answer of another task; that may" in partly
+    assert partly.endswith(f"; if it happens and nothing else scores an answer, {effect}")
     for child in (place / "children").read_text().split():
         end = time.monotonic() + 10
         while (state := state_of(child)) not in GONE:
@@ -352,7 +359,10 @@ def test_a_function_that_can_never_work_is_refused(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Game", "step of of_trial:Game gave a float, expected a StepResult.*environments.md"),
+        (
+            "Game",
+            "step of of_trial:Game gave a float, expected a rayloom.StepResult.*environments.md",
+        ),
         ("Keeps", "a result that cannot be copied to another process .*lambda"),
         ("Misuses", r"cannot run: TypeError: .*terminated: got an int, .*trial\.py:\d+ in step"),
         ("Repeats", r"cannot run: ValueError: .*role 'assistant', expected only new messages"),
@@ -370,7 +380,10 @@ def test_a_users_environment_is_tried_too(place: Path, name: str, words: str) ->
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Scores", "score_group of of_trial:Scores gave .*a float for an answer, expected a Step"),
+        (
+            "Scores",
+            "score_group of of_trial:Scores gave .*a float for an answer, expected a rayloom.Step",
+        ),
         ("Blocks", "score_group is not a coroutine, expected `async def score_group"),
     ],
 )
@@ -421,8 +434,9 @@ def test_an_exception_of_the_reader_is_reported_as_an_exception(place: Path) -> 
 
 
 def test_the_error_of_an_environment_that_begins_without_a_message_names_it(place: Path) -> None:
+    words = r"of_trial:SaysNothing' could .*messages: got none, .*of_trial\.py:\d+ in reset\)"
     config = config_of(environment="of_trial:SaysNothing", options={}, dataset=None)
-    with pytest.raises(ConfigError, match=r"of_trial:SaysNothing' could .*messages: got none, exp"):
+    with pytest.raises(ConfigError, match=words):
         check_without_model(config)
 
 

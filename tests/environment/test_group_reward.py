@@ -226,7 +226,7 @@ async def test_a_column_named_self_does_not_collide_with_the_argument_self() -> 
     [
         (None, "score_group gave NoneType for 2 answers"),
         ([StepResult()], "score_group gave 1 results for 2 answers"),
-        ([1.0, 2.0], "score_group gave a float for an answer, expected a StepResult"),
+        ([1.0, 2.0], "score_group gave a float for an answer, expected a rayloom.StepResult"),
         ([StepResult(), StepResult(reward=float("nan"))], "reward: got nan"),
     ],
 )

@@ -146,7 +146,7 @@ def broken_environment(directory: Path, reset: str) -> None:
     ("reset", "words"),
     [
         ("raise OSError('no server')", r"OSError: no server \(.*/game\w*\.py:6 in reset\)"),
-        ("return {'text': 'hello'}", "reset of .* returned a dict, expected an Observation"),
+        ("return {'text': 'hello'}", "reset of .* returned a dict, expected a rayloom.Observation"),
     ],
 )
 def test_an_environment_whose_reset_fails_is_refused_with_the_place(

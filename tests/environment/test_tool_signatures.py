@@ -171,6 +171,11 @@ class Hidden:
         return query
 
 
+def half_typed(query: str, limit=5, near=None) -> str:  # type: ignore[no-untyped-def]
+    """Search."""
+    return query * limit
+
+
 class Partial:
     def find(self, place: str, query: str) -> str:
         """Search."""
@@ -306,6 +311,7 @@ async def test_a_number_that_is_not_finite_is_refused_unless_the_type_allows_it(
     [
         ("wrong_default", "name has the default 5, which is not of its type, expected str"),
         ("no_number", "argument ratio has the default nan, which JSON does not have"),
+        ("half_typed", "argument limit has no type, expected one such as limit: int, because"),
     ],
 )
 def test_a_default_that_cannot_be_shown_is_refused(name: str, words: str) -> None:
@@ -505,7 +511,11 @@ def test_a_line_without_a_colon_does_not_hide_the_descriptions_of_arguments(
     [
         ("Undescribed", r"Undescribed\.find has no docstring, .*; if a decorator made it, use"),
         ("Hidden", r"Hidden\.find takes \*\*kwargs, .* hides its arguments: if a"),
-        ("Partial", r"Partial\.find_here has no docstring, expected one: the .*description$"),
+        (
+            "Partial",
+            r"Partial\.find_here has no docstring, expected one: the .*description; if find_here "
+            "is not a tool, begin its name with _$",
+        ),
     ],
 )
 def test_a_method_that_cannot_be_described_is_refused_by_its_own_name(

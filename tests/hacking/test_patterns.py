@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -153,7 +154,12 @@ def test_the_best_rewards_in_fewer_turns_are_found() -> None:
         rewards = np.where(mark, reward, features.reward)
         return replace(features, num_turns=np.where(mark, 1, 4), reward=rewards)
 
-    assert kinds(findings_of(lambda f, rng: change(f, rng, 1.0))) == {"fewer_turns"}
+    found = findings_of(lambda f, rng: change(f, rng, 1.0))
+    assert kinds(found) == {"fewer_turns"}
+    words = (
+        r"get one of the best rewards in at most \d turns?, 0% before; before, a trajectory usually"
+    )
+    assert all(re.search(words, each.text) for each in found)
     assert findings_of(lambda f, rng: change(f, rng, 0.0)) == []
 
 

@@ -320,9 +320,9 @@ def test_stored_functions_with_the_same_name_are_numbered(
     assert list(options["reward"]) == others
     monkeypatch.syspath_prepend(str(store))
     found = load_functions(others)
-    assert [each.name for each in found] == ["near", "function", "near_2", "function_2", "four"]
+    assert [each.name for each in found] == ["near", "unnamed", "near_2", "unnamed_2", "four"]
     assert [each.function("") for each in found] == [0, 1, 2, 3, 4]
-    assert options["group_reward"].endswith(":function_3")
+    assert options["group_reward"].endswith(":unnamed_3")
     # The same function twice has one name, and is refused by it.
     assert name_of(given[2], store, what="reward", others=others) == others[2]
 

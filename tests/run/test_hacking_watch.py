@@ -83,7 +83,8 @@ def test_a_finding_is_reported_once_and_kept(run_dir: RunDir, steps: list[Journa
     (text,) = (each for each in told if "malformed or empty" in each)
     (finding,) = (each for each in found if each.kind == "malformed_paid")
     assert finding.onset >= ONSET and finding.step < NUM_STEPS
-    assert text == f"audit: {finding.text}; for example {', '.join(finding.examples)}"
+    assert text.startswith(f"audit: {finding.text}; for example {', '.join(finding.examples)}; ")
+    assert text.endswith("correct the reward if they exploit it (docs/hacking.md)")
     assert len((run_dir.path / FILE).read_text().splitlines()) == len(found)
 
 

@@ -37,7 +37,7 @@ from actors.environment.protocol import (
     ToolCall,
     text_of_content,
 )
-from actors.environment.reward_functions import EXTRAS, RewardFunction
+from actors.environment.reward_functions import EXTRAS, BadRewardFunction, RewardFunction
 from actors.environment.settings import rollout_settings
 from actors.environment.tool_calls import visible_text
 from actors.environment.tool_turns import BadArguments, ToolFailed, ToolTurns
@@ -89,6 +89,11 @@ class ToolsEnvironment(SingleTurnEnvironment):
         found = load_tools(options.tools)
         self._function_tools = [each for each in found if isinstance(each, FunctionTool)]
         self._classes = [each for each in found if isinstance(each, ToolClass)]
+        if not (options.reward or options.group_reward or self._has_reward(options.judges)):
+            raise BadRewardFunction(
+                "reward: got no function, and no class of tools with get_reward, expected one of "
+                "them, because nothing else scores the answers; name a function such as my.py:score"
+            )
         super().__init__(options)
         self._configured = self._functions
         self._servers = options.mcp or {}
@@ -110,6 +115,10 @@ class ToolsEnvironment(SingleTurnEnvironment):
 
     def _has_reward(self, judges: Mapping[str, JudgeOptions] | None) -> bool:
         return bool(judges) or any(each.has_reward for each in self._classes)
+
+    @property
+    def filled_columns(self) -> frozenset[str]:
+        return super().filled_columns - EXTRAS
 
     def check_data(self, data: Mapping[str, Any]) -> None:
         """Check a task's data for the prompt, the reward functions and the tool classes.

@@ -108,8 +108,8 @@ def run_configuration(
 ) -> Config:
     """Return the configuration in `file`. If `file` is None, make one for a data set and rewards.
 
-    Raises: ConfigError if there is neither a file nor a data set with rewards, or if the
-    configuration is refused.
+    Raises: ConfigError if there is neither a file nor a data set with rewards (or with tools, which
+    may score answers by `get_reward`), or if the configuration is refused.
     """
     tasks = tasks_of(dataset, rewards, tools, group_rewards)
     given = [f"tasks.{key}={json.dumps(value)}" for key, value in tasks.items()]
@@ -117,7 +117,8 @@ def run_configuration(
         if dataset is not None:
             given.append("tasks.file=null")
         return load_config(file, with_model([*given, *overrides], model))
-    if bool(dataset) != bool(rewards or group_rewards):
+    # With tools, the environment checks that something scores the answers.
+    if bool(dataset) != bool(rewards or group_rewards or (dataset and tools)):
         has, lacks = ("--dataset", "--reward") if dataset else ("--reward", "--dataset")
         raise ConfigError(f"got {has} without CONFIG, expected {lacks} too; add {lacks} or CONFIG")
     if not dataset:
