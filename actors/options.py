@@ -255,7 +255,7 @@ def sentence(kind: type[Any], detail: ErrorDetails, where: str = "") -> str:
     context = detail.get("ctx", {})
     match detail["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":
-            return f"{place}: unknown key; {_closest(kind, detail['loc'], where)}"
+            return f"{place}: unknown key; {closest(kind, detail['loc'], where)}"
         case "missing":
             return f"{place}: missing; this key is required"
         case "value_error" | "assertion_error":
@@ -283,7 +283,7 @@ def _shown(bound: Any) -> Any:
     return int(bound) if is_whole else bound
 
 
-def _closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
+def closest(kind: Any, location: tuple[int | str, ...], where: str) -> str:
     """Return a hint for an unknown key: the key that the user probably meant, or all known keys.
 
     Example: location ("trainer", "lr") -> "did you mean 'learning_rate'?"
