@@ -107,6 +107,7 @@ class Client:
         *,
         key: str | None = None,
         patience_s: float = 300.0,
+        tell: Callable[[str], object] = lambda _: None,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -116,14 +117,18 @@ class Client:
             url: Address of the service, with the run's prefix if it has one, without /api.
             key: Key for the API. None if the API requires no key.
             patience_s: Seconds for which a request is repeated if the service does not answer.
+            tell: Called with a sentence when nothing answers a request, before it is repeated.
             transport: Passed to httpx.Client; None uses the default. Only tests set it.
             sleep: Called with the seconds of each pause. Only tests set it.
+
+        Raises: ValueError if `url` is not an address that begins with http:// or https://.
         """
+        _check_url(url)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(
             base_url=url.rstrip("/"), headers=headers, timeout=ANSWER_LIMIT_S, transport=transport
         )
-        self._patience_s = patience_s
+        self._url, self._patience_s, self._tell = url, patience_s, tell
         self._sleep = sleep
 
     def close(self) -> None:
@@ -333,6 +338,7 @@ class Client:
         content = body.model_dump(mode="json") if isinstance(body, BaseModel) else body
         params = {name: value for name, value in (query or {}).items() if value is not None}
         pause_s, silent_since = FIRST_PAUSE_S, time.monotonic()
+        is_told = False
         while True:
             failure: ApiError | NoAnswer
             asked_s: float | None = None
@@ -357,8 +363,21 @@ class Client:
             pause = max(asked_s or 0.0, pause_s) * random.uniform(1.0, 1.25)
             if time.monotonic() + pause - silent_since > self._patience_s:
                 raise failure
+            if isinstance(failure, NoAnswer) and not is_told:
+                is_told = True
+                self._tell(f"nothing answers at {self._url}; trying for {self._patience_s:g} s")
             self._sleep(pause)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _check_url(url: str) -> None:
+    expected = "expected an address such as http://HOST:8000; begin it with http:// or https://"
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"got {url!r} ({error}), {expected}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"got {url!r}, {expected}")
 
 
 def _prefer(wait_s: int) -> dict[str, str]:

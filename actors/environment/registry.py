@@ -309,9 +309,13 @@ def _load(point: EntryPoint) -> EnvironmentFactory:
                 raise UnknownEnvironment(f"environment {point.name!r}: {problem}") from error
         file, _, rest = point.value.partition(".py:")
         remedy = f"did you mean {file.replace('/', '.')}:{rest}? " if rest else ""
+        place = ""
+        if isinstance(error, ModuleNotFoundError):
+            own = file if rest else module_name.strip().replace(".", "/")
+            place = f", or {own}.py is below the directory that the command is started in"
         raise UnknownEnvironment(
             f"environment {point.name!r}: {error}; expected an importable {point.value!r}; "
-            f"{remedy}check the spelling and that its package is installed on every node"
+            f"{remedy}check the spelling and that its package is installed on every node{place}"
         ) from error
     if not callable(found):
         raise UnknownEnvironment(

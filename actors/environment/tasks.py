@@ -552,13 +552,13 @@ def _refuse_constant(constant: str) -> NoReturn:
 
 def _task(row: Any, *, where: str) -> Task:
     if not isinstance(row, dict):
-        raise BadTaskFile(f"{where}: got {json_type_of(row)}, expected an object with {_FIELDS}")
-    unknown = sorted(set(row) - set(_FIELDS))
-    missing = [name for name in _FIELDS[:3] if name not in row]
-    if unknown or missing:
+        _refuse(where, "row", row, f"an object with {', '.join(_FIELDS)}")
+    wrong = [f"the field {name} is unknown" for name in sorted(set(row) - set(_FIELDS))]
+    wrong += [f"the field {name} is missing" for name in _FIELDS[:3] if name not in row]
+    if wrong:
         raise BadTaskFile(
-            f"{where}: unknown fields {unknown}, missing fields {missing}; expected {_FIELDS} "
-            "(data may be left out); put the environment's fields into data"
+            f"{where}: {', '.join(wrong)}; expected {', '.join(_FIELDS)} (data may be left out); "
+            "put the environment's fields into data"
         )
     for name in ("task_id", "environment"):
         if not isinstance(row[name], str) or not row[name]:

@@ -15,6 +15,8 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from actors.options import closest
+
 MEDIA_TYPE = "application/problem+json"
 # Seconds after which a client should repeat a request to a run that starts or returns to a
 # checkpoint.
@@ -24,6 +26,7 @@ MAX_ECHO_CHARACTERS = 200
 MAX_ERRORS = 20
 # Number of similar paths that the answer to an unknown path names.
 NEAR_PATHS = 3
+_UNKNOWN_FIELD = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def shown(text: str) -> str:
@@ -102,7 +105,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return problem_response(_of_validation(error), instance=request.url.path)
+        return problem_response(_of_validation(error, request), instance=request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -149,23 +152,27 @@ def malformed(what: str) -> Problem:
     )
 
 
-def _of_validation(error: RequestValidationError) -> Problem:
+def _of_validation(error: RequestValidationError, request: Request) -> Problem:
     found = error.errors()
     if any(item["type"] == "json_invalid" for item in found):
         position = found[0]["loc"][-1]
         return malformed(f"{found[0]['ctx']['error']} at character {position}")
+    field = getattr(request.scope.get("route"), "body_field", None)
+    body = None if field is None else field.field_info.annotation
+    # A misspelt field is often the reason why another one is missing.
+    first = next((item for item in found if item["type"] in _UNKNOWN_FIELD), found[0])
     errors = [
-        {"loc": [_shown_part(part) for part in item["loc"]], "message": _message_of(item)}
+        {"loc": [_shown_part(part) for part in item["loc"]], "message": _message_of(item, body)}
         for item in found[:MAX_ERRORS]
     ]
-    where = ".".join(str(part) for part in errors[0]["loc"])
-    detail = f"{where}: {_problem_of(found[0])}; see /docs"
+    where = ".".join(str(_shown_part(part)) for part in first["loc"])
+    detail = f"{where}: {_problem_of(first, body)}; see /docs"
     return Problem(422, "invalid-request", detail, errors=errors)
 
 
-def _problem_of(item: Mapping[str, Any]) -> str:
+def _problem_of(item: Mapping[str, Any], body: Any) -> str:
     """Return what pydantic refused and expected: got 'eight', expected a valid integer."""
-    message, value = _message_of(item), item.get("input")
+    message, value = _message_of(item, body), item.get("input")
     wanted = re.fullmatch(r"\w+ should (be )?(.+)", message)
     if wanted is None:
         return message
@@ -175,10 +182,15 @@ def _problem_of(item: Mapping[str, Any]) -> str:
     return f"got {got}, expected {'' if wanted[1] else 'it to '}{wanted[2]}"
 
 
-def _message_of(item: Mapping[str, Any]) -> str:
-    """Return a pydantic error's message, with "an object" in place of "a valid dictionary"."""
-    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return "there is no such field; check its name, or remove the field"
+def _message_of(item: Mapping[str, Any], body: Any) -> str:
+    """Return a pydantic error's message, with "an object" in place of "a valid dictionary".
+
+    body: type of the request's body, in which an unknown field's right name is looked up; or None.
+    """
+    if item["type"] in _UNKNOWN_FIELD:
+        is_known = body is not None and item["loc"][0] == "body"
+        hint = closest(body, item["loc"][1:], "body") if is_known else "check its name"
+        return f"there is no such field; {hint}"
     message = str(item["msg"]).removeprefix("Value error, ")
     return shown(re.sub(r"a valid dictionary( or .+)?$", "an object", message))
 

@@ -8,7 +8,7 @@ People use this command, and so does the hook that Kubernetes calls before it en
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from service.config.file import ConfigError, load_config
 from service.launch.cluster import attached
 from service.launch.run_dir import RunDir, run_id_of, run_name_of
 from service.remote_calls import NAMESPACE
+from service.store.errors import StoreError
+from service.store.lineage import newest_records
 
 EXIT_OK, EXIT_LATE = 0, 1
 # Seconds after the grace for a checkpoint, the report and the end of the actors.
@@ -34,13 +36,23 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
 
     The code is 0 if there was nothing to stop. name: the `run.name` of the runs, or the directory
     of one run; None stops all runs of the cluster. grace_s: see `Supervisor.stop`.
-    Raises: ConfigError if a directory has no run.
+    Raises: ConfigError if a directory has no run or does not exist, or no cluster answers.
     """
-    asked = _run_id(name) if name is not None and Path(name).is_dir() else name
-    with attached(address):
+    # No run's name has a slash.
+    directory = name if name is not None and ("/" in name or Path(name).is_dir()) else None
+    asked = name if directory is None else _run_id(directory)
+    ended = "" if directory is None else _ended(directory)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(attached(address))
+        except ConfigError:
+            if not ended:
+                raise
+            say(ended)
+            return EXIT_OK
         running = _supervisors(asked)
         if not running:
-            say("there is no run to stop" + (f" with the name {name}" if name else ""))
+            say(ended or "there is no run to stop" + (f" with the name {name}" if name else ""))
         for run_id, supervisor in running.items():
             with suppress(RayError, GetTimeoutError):
                 ray.get(supervisor.stop.remote(grace_s), timeout=ANSWER_LIMIT_S)
@@ -67,11 +79,33 @@ def stop_runs(*, address: str, name: str | None, grace_s: float | None) -> int:
 def _run_id(directory: str) -> str:
     run_dir = RunDir(path=Path(directory))
     if not run_dir.config_file.is_file():
+        is_there = run_dir.path.exists()
+        problem = f"has no {run_dir.config_file.name}" if is_there else "does not exist"
         raise ConfigError(
-            f"stop: {directory} has no {run_dir.config_file.name}, expected a run's directory, or "
-            "the name of a run; correct it"
+            f"stop: {directory} {problem}, expected a run's directory, or the name of a run; "
+            "correct it"
         )
     return run_id_of(load_config(run_dir.config_file), run_dir)
+
+
+def _ended(directory: str) -> str:
+    """Return a sentence about a run whose lease no live process holds; empty for another run.
+
+    The cluster may still have a supervisor of the run, for example one that waits for the lease.
+    """
+    run_dir = RunDir(path=Path(directory))
+    try:
+        if not run_dir.has_run():
+            return ""
+        with run_dir.looked_into(may_be_older=True) as store:
+            if store.live_owner() is not None:
+                return ""
+            record, _ = newest_records(store)
+    except StoreError:
+        return ""
+    step, steps = record.step if record else 0, load_config(run_dir.config_file).run.steps
+    how = f"; resume it with --resume {directory}" if step < steps else ""
+    return f"the run in {directory} has ended (step {step} of {steps}){how}"
 
 
 def _supervisors(name: str | None) -> dict[str, Any]:

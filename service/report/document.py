@@ -61,12 +61,7 @@ def checks(summary: RunSummary, totals: RunTotals) -> list[dict[str, str | bool]
     num_breaks = totals.num_version_breaks
     found = [
         ("ledger balances", summary.ledger.is_balanced, balance_equation(summary)),
-        (
-            IN_FLIGHT,
-            summary.ledger.in_flight == 0,
-            f"{units.plural(summary.ledger.in_flight, 'rollout')} had not left the ledger at the "
-            "end.",
-        ),
+        _in_flight(summary),
         (
             "a new version each step",
             num_breaks == 0,
@@ -100,6 +95,18 @@ def checks(summary: RunSummary, totals: RunTotals) -> list[dict[str, str | bool]
         ),
     ]
     return [dict(zip(("name", "is_kept", "text"), each, strict=True)) for each in found]
+
+
+def _in_flight(summary: RunSummary) -> tuple[str, bool, str]:
+    """Return the check of rollouts in flight. A run that ended early may have some."""
+    count = units.plural(summary.ledger.in_flight, "rollout")
+    is_early = summary.planned_steps is not None and summary.steps < summary.planned_steps
+    if summary.ledger.in_flight and summary.exit_reason is not None and is_early:
+        verb = "is" if summary.ledger.in_flight == 1 else "are"
+        them = "it" if summary.ledger.in_flight == 1 else "them"
+        return f"{count} {verb} in flight; --resume plays {them}", True, ""
+    text = f"{count} had not left the ledger at the end."
+    return IN_FLIGHT, summary.ledger.in_flight == 0, text
 
 
 def _checked(summary: RunSummary) -> str:

@@ -157,6 +157,23 @@ def test_a_client_gives_up_when_its_patience_ends() -> None:
         client.submit("guessing", tasks("a"), waits_for_room=False)
 
 
+def test_silence_is_told_once_for_each_request_that_nothing_answers() -> None:
+    told: list[str] = []
+    script = answers(httpx.ConnectError("refused"), httpx.ConnectError("refused"), STOPPED)
+    client = Client(
+        "http://x:8000", patience_s=300, tell=told.append,
+        transport=httpx.MockTransport(script), sleep=lambda _: None,
+    )  # fmt: skip
+    assert client.stop().phase == "stopping"
+    assert told == ["nothing answers at http://x:8000; trying for 300 s"]
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "x", "", "ftp://x", "http://"])
+def test_an_address_without_http_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match=rf"got '{url}'.* expected .*http://HOST:8000; begin it"):
+        Client(url)
+
+
 def submitted(directory: Path, client: Client, **options: Any) -> int:
     results = directory / "results"
     return submit_file(

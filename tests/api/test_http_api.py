@@ -347,7 +347,9 @@ async def test_a_task_in_a_training_step_cannot_be_cancelled(
         ({"num_samples": "eight"}, "num_samples: got 'eight', expected a valid integer"),
         ({"num_samples": 0}, "num_samples: got 0, expected greater than or equal to 1"),
         ({"id": "a b"}, "id: got 'a b', expected it to match pattern"),
-        ({"sampels": 3}, "sampels: there is no such field"),
+        ({"num_sampels": 3}, "0.num_sampels: there is no such field; did you mean 'num_samples'?"),
+        ({"task_id": "a"}, "0.task_id: there is no such field; expected one of id, seed, data"),
+        ({"batch": "b"}, "0.batch: there is no such field; did you mean 'body.batch'?"),
     ],
 )
 async def test_the_error_of_a_wrong_value_names_what_was_expected(
@@ -356,6 +358,15 @@ async def test_the_error_of_a_wrong_value_names_what_was_expected(
     body = batch("a")
     body["tasks"][0] |= entry
     assert words in problem(await client.post(URL, json=body), 422, "invalid-request")["detail"]
+
+
+async def test_an_unknown_field_is_named_before_the_one_that_is_missing(
+    client: httpx.AsyncClient,
+) -> None:
+    body = {"environment": "guessing", "tasks": [{"task_id": "a"}]}
+    found = problem(await client.post(URL, json=body), 422, "invalid-request")
+    assert "body.tasks.0.task_id: there is no such field" in found["detail"]
+    assert [each["loc"][-1] for each in found["errors"]] == ["id", "task_id"]
 
 
 async def test_unknown_objects_and_routes_are_404(client: httpx.AsyncClient) -> None:

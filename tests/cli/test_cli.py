@@ -286,6 +286,8 @@ def test_an_option_s_value_that_does_not_fit_is_shown_with_what_is_expected() ->
         (*step, "--by", "shar"): "--by: got 'shar', expected one of own, norm, share; did you mean",
         ("check", "--parameters", "x"): "--parameters: got 'x', expected a finite number; correct",
         ("stop", "--grace", "nan"): "--grace: got 'nan', expected a number from 0 to 2678400;",
+        ("stop", "runs/none"): "stop: runs/none does not exist, expected a run's directory, or the",
+        ("submit", "a", "--url", "x:8000"): "--url: got 'x:8000', expected an address such as http",
         ("submit", "a", "--tasks-per-request", "1,000"): "expected an integer from 1 to 10000;",
         ("evaluate", "a", "--temperature", "nan"): "'nan', expected a finite number of at least 0;",
         ("keys", "create", "a", "b", "--scope", "x"): "expected one of client, admin; name one of",

@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
 from rich.console import Console
 from worlds.builders.record_builders import status_of
+from worlds.runs.stored_run import BEFORE, unpack_run
 
+from service.cli import stop
 from service.cli.display import LineDisplay
 from service.cli.train import _show_until_done, report_interrupt
+from service.config.file import ConfigError
 from service.launch.run_dir import RunDir
 from service.launch.signals import stop_signals
 from service.run.health import Cursor, Ending, RunStatus
 from service.run.start import SupervisorWatcher
 from service.store.errors import LeaseLost, StoreError
+from service.store.run_store import RunStore
 
 STOPPED = status_of(2, phase="finished", is_done=True, exit_reason="stopped after step 2 of 120")
 COMPLETE = status_of(120, phase="finished", is_done=True, exit_reason="all 120 steps are done")
@@ -47,6 +53,42 @@ def test_a_second_signal_reports_how_the_run_ended(
     assert ("ended at once" in text) == (last.phase == "training")
     assert ("resume with --resume" in text) == (last is not COMPLETE)
     assert ("worker logs: /tmp/ray/s/logs" in text) == (last is FAILED)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["a cluster", "no cluster"])
+def test_a_stop_of_an_ended_run_says_so_and_one_of_a_live_run_asks_the_cluster(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    answers: bool,
+) -> None:
+    @contextmanager
+    def attached(address: str) -> Iterator[None]:
+        if not answers:
+            raise ConfigError(f"--address {address}: no Ray cluster answers there")
+        yield
+
+    monkeypatch.setattr(stop, "attached", attached)
+    monkeypatch.setattr(stop, "_supervisors", lambda asked: {})
+    run_dir = unpack_run(tmp_path, BEFORE)
+    run, config = str(run_dir.path), run_dir.config_file.read_text()
+    assert stop.stop_runs(address="auto", name=run, grace_s=None) == 0
+    assert capsys.readouterr().out == f"the run in {run} has ended (step 2 of 2)\n"
+    run_dir.config_file.write_text(config.replace("steps: 2\n", "steps: 6\n"))
+    assert stop.stop_runs(address="auto", name=run, grace_s=None) == 0
+    words = f"the run in {run} has ended (step 2 of 6); resume it with --resume {run}\n"
+    assert capsys.readouterr().out == words
+
+    store = RunStore(run_dir.database_url, may_be_older=True)
+    store.move_forward()
+    store.acquire_lease(owner="elsewhere:7")
+    store.close()
+    if answers:
+        assert stop.stop_runs(address="auto", name=run, grace_s=None) == 0
+        assert "there is no run to stop" in capsys.readouterr().out
+    else:
+        with pytest.raises(ConfigError, match="no Ray cluster answers"):
+            stop.stop_runs(address="auto", name=run, grace_s=None)
 
 
 def test_a_run_that_never_answered_is_ended_without_advice_to_resume(

@@ -53,8 +53,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("actors.environment.builtin.guessing:NoSuch", "NoSuch"),
-        ("no.such.module:Class", "No module named"),
+        ("actors.environment.builtin.guessing:NoSuch", "NoSuch.* is installed on every node$"),
+        ("no.such:Class", "No module named.*on every node, or no/such.py is below the directory"),
+        ("no/such.py:Class", "did you mean no.such:Class.* or no/such.py is below the directory"),
         ("actors.environment.builtin.guessing:HIGHER", "got a str, expected a class"),
         ("actors.environment.builtin.guessing:", "attribute"),
         (":Class", "Empty module name"),

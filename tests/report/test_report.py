@@ -211,6 +211,22 @@ def test_broken_promises_are_listed() -> None:
     assert balance_equation(summary) == ("9 admitted ≠ 6 = 4 trained + 0 evicted + 2 in flight")
 
 
+@pytest.mark.parametrize("steps", [5, 6])
+def test_a_run_that_was_stopped_before_its_last_step_may_have_rollouts_in_flight(
+    steps: int,
+) -> None:
+    summary = summary_of(
+        history_of(steps=(step_record(steps),)),
+        ledger=LedgerCounts(admitted=17, trained=4, in_flight=13),
+        planned_steps=6,
+        exit_reason=f"stopped after step {steps} of 6",
+    )
+    second = checks(summary, history_of().totals)[1]
+    stopped = {"name": "13 rollouts are in flight; --resume plays them", "is_kept": True}
+    assert (stopped.items() <= second.items()) == second["is_kept"] == (steps == 5)
+    assert steps == 5 or second["text"] == "13 rollouts had not left the ledger at the end."
+
+
 def test_a_live_run_may_have_rollouts_in_flight() -> None:
     summary = summary_of(history_of(), ledger=LedgerCounts(admitted=9, trained=4, in_flight=5))
     live = LiveState(

@@ -12,7 +12,7 @@ import typer
 
 from service.api.settings import KEY_VARIABLE
 from service.cli.commands.configuration import path_option
-from service.cli.outlet import put
+from service.cli.outlet import put, warn
 from service.config.file import ConfigError
 
 app = typer.Typer()
@@ -56,8 +56,12 @@ def submit(
     from service.cli.submit import submit_file
     from service.client import Client
 
+    try:
+        client = Client(url, key=key, tell=warn)
+    except ValueError as error:
+        raise ConfigError(f"--url: {error}") from error
     results_file = path_option("--results", results, what="a file") or Path(f"{file}.results")
-    with Client(url, key=key) as client:
+    with client:
         code = submit_file(
             file,
             client,
