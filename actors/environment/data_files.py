@@ -329,12 +329,14 @@ def python_values(value: Any) -> Any:
 
     Unlike `tolist`, this function never turns a date or duration into an integer.
 
-    Raises: TypeError for a masked value, for numpy's missing date or duration, and for a date or
-    duration that Python's types cannot hold.
+    Raises: TypeError for a masked value, for an array with named fields, for numpy's missing date
+    or duration, and for a date or duration that Python's types cannot hold.
     """
     if np.ma.is_masked(value):
         raise TypeError("an array with masked values")
     dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.names:
+        raise TypeError("an array with named fields")
     # `tolist` of pandas' own types, such as times with a zone, returns no integers.
     if not isinstance(dtype, np.dtype) or dtype.kind not in ("M", "m"):
         return value.tolist()

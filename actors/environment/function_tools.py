@@ -20,7 +20,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -490,7 +490,7 @@ def read_function(
     name = name or getattr(function, "__name__", type(function).__name__)
     parameters = list(inspect.signature(function).parameters.values())[1 if takes_self else 0 :]
     text = inspect.getdoc(function) or ""
-    docs = _parsed(text)
+    docs = _parsed(text, [each.name for each in parameters])
     parts = (docs.short_description, docs.long_description, _further_text(text, docs.style))
     description = "\n\n".join(part for part in parts if part)
     if not description:
@@ -519,13 +519,16 @@ def read_function(
     )
 
 
-def _parsed(docstring: str) -> Docstring:
-    """Parse a docstring.
+def _parsed(docstring: str, arguments: Collection[str]) -> Docstring:
+    """Parse a docstring of a function with arguments of these names.
 
     docstring_parser expects a colon in each entry of a section such as Args, and reads none of
     Google's sections if one lacks it. A line without a colon therefore becomes a part of the entry
-    before it; an argument's name with its description below, and an error, get a colon.
+    before it; an argument's name with its description below, and an error, get a colon. The
+    docstring stays as it is if text could be lost: if an entry then has the name of no argument, or
+    if a line that would become a part of another entry begins with the name of an argument.
     """
+    joined: list[str] = []
 
     def mended(section: re.Match[str]) -> str:
         title, lines = section.groups()
@@ -533,21 +536,22 @@ def _parsed(docstring: str) -> Docstring:
         before, *entries = re.split(rf"^{indent}(?=\S)", lines, flags=re.MULTILINE)
         for number, entry in enumerate(entries):
             first, end, rest = entry.partition("\n")
+            is_error = title.startswith(("Raises", "Except"))
             is_name = rest.strip() and re.fullmatch(r"\**\w+(?: \(.*\))?", first)
-            if ":" in entry:
+            if ":" in (first if is_name else entry):
                 continue
-            if is_name or (number == 0 and title.startswith(("Raises", "Except"))):
+            if is_name or (number == 0 and is_error):
                 entries[number] = f"{first}:{end}{rest}"
             elif number:
                 entries[number] = f"    {entry}"
+                joined.extend(() if is_error else re.findall(r"^\W*(\w+)", first))
         return title + indent.join((before, *entries))
 
-    try:
-        parse_google(docstring)
-    except ParseError:
-        corrected = _GOOGLE_ENTRIES.sub(mended, docstring)
-        with suppress(ParseError):
-            parse_google(corrected)
+    corrected = _GOOGLE_ENTRIES.sub(mended, docstring)
+    with suppress(ParseError):
+        params = parse_google(corrected).params
+        named = {name.strip() for each in params for name in each.arg_name.split(",")}
+        if named.issubset(arguments) and not set(joined).intersection(arguments):
             docstring = corrected
     return parse_docstring(docstring)
 

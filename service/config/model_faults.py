@@ -25,8 +25,13 @@ def remedy_of_missing(directory: Path, missing: Sequence[str]) -> str:
 
     missing: which of config.json, tokenizer.json and *.safetensors the directory lacks.
     """
+    has_torch_weights = any(directory.glob(_OLDER["*.safetensors"][1]))
     models = [file.parent for place in _INSIDE for file in directory.glob(f"{place}config.json")]
-    if models and "config.json" in missing:
+    if "config.json" not in missing:
+        # A trainer may store settings and tokenizer beside its checkpoints.
+        lacks_weights = "*.safetensors" in missing and not has_torch_weights
+        models = [each for each in models if lacks_weights and any(each.glob("*.safetensors"))]
+    if models:
         main = directory / "refs" / "main"
         commit = main.read_text("utf-8", "replace").strip() if main.is_file() else ""
         # checkpoint-1000 is newer than checkpoint-500.
@@ -38,8 +43,10 @@ def remedy_of_missing(directory: Path, missing: Sequence[str]) -> str:
             "(merge_and_unload of peft), save model and tokenizer (save_pretrained), and name "
             "their directory"
         )
-    files = sorted(directory.glob("*.gguf"))
-    if files and "*.safetensors" in missing:
+    # A file such as mmproj-f16.gguf has only the part of a model that reads images.
+    files = [file for file in sorted(directory.glob("*.gguf")) if "mmproj" not in file.name]
+    # Weights in a GGUF file are often quantised, so that torch's weights are preferred.
+    if files and "*.safetensors" in missing and not has_torch_weights:
         return f"name a GGUF file in it, such as {files[0]}"
     if "config.json" in missing:
         return "download the model again, or export a checkpoint of a run with `rayloom export`"

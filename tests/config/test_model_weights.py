@@ -187,6 +187,10 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
         check_all(config_with(directory), directory)
 
 
+TOP = ["config.json", "tokenizer.json"]
+INSIDE = ["checkpoint-5/config.json", "checkpoint-5/model.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("names", "remedy"),
     [
@@ -218,7 +222,7 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
         ),
         pytest.param(
             # The test writes {} into each file, so this is the commit of the branch main.
-            ["refs/main", "snapshots/{}/config.json", "snapshots/~/config.json"],
+            ["refs/main", "snapshots/{}/config.json", "snapshots/~~/config.json"],
             r"safetensors; .* name .*/model/snapshots/{}$",
             id="an_entry_of_the_hubs_cache",
         ),
@@ -231,6 +235,13 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
             ["checkpoint-500/config.json", "checkpoint-1000/config.json"],
             r"safetensors; .* name .*/model/checkpoint-1000$",
             id="the_output_of_a_trainer",
+        ),
+        # A trainer may store settings and tokenizer beside its checkpoints.
+        ([*TOP, *INSIDE, "checkpoint-50/config.json"], r"safetensors; .*; name .*/checkpoint-5$"),
+        ([*TOP, *INSIDE, "pytorch_model.bin"], r"safetensors; .*; save it .*; name NEW$"),
+        (
+            ["config.json", "model.safetensors", "vocab.txt", *INSIDE],
+            r"json; .*; save .*; name NEW$",
         ),
         pytest.param(
             ["refs/main", "snapshots/a1b2/adapter_config.json"],
@@ -250,6 +261,9 @@ def test_sharded_weights_are_refused_if_a_tensor_is_duplicate_missing_or_outside
             r"safetensors; .* GGUF file .* /.*/model/a\.gguf$",
             id="gguf_with_the_settings",
         ),
+        (["b.gguf", "mmproj-a.gguf", "a-mmproj.gguf"], r"GGUF file .*/model/b\.gguf$"),
+        ([*TOP, "pytorch_model.bin", "q4.gguf"], r"safetensors; .*; save it .*; name NEW$"),
+        (["config.json", "model.safetensors", "a.gguf"], r"json; .*; its .* is incomplete, .*$"),
         pytest.param(
             ["shard-0.pt"], "export a checkpoint of a run with `rayloom export`$", id="a_checkpoint"
         ),

@@ -500,10 +500,36 @@ def test_a_line_without_a_colon_does_not_hide_the_descriptions_of_arguments(
     assert schema.description == "Add."
     shown = {name: each["description"] for name, each in schema.parameters["properties"].items()}
     assert shown == {"a": "One, for example:\nadd(1, 2)\n\nThe first is shown\nfirst.", "b": "Two."}
-    # Nothing is left out of a section that cannot be read.
-    other = "Add.\n\nArgs:\n    a {int} -- One.\n    b {int} -- Two."
-    monkeypatch.setattr(add, "__doc__", other)
-    assert read_function(add, where="tool add").schema.description == other
+    # The colon may be in the description below the argument's name.
+    below = "Add.\n\nArgs:\n    a: One\n    of two.\n    b (int)\n        Two: not one."
+    monkeypatch.setattr(add, "__doc__", below)
+    shown = read_function(add, where="tool add").schema.parameters["properties"]
+    assert (shown["a"]["description"], shown["b"]["description"]) == (
+        "One\nof two.",
+        "Two: not one.",
+    )
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ("a {int} -- One.", "b {int} -- Two."),
+        ("a: The first. Terms are", "added.", 'Write it like this: "1".', "b: Two."),
+        ("a: One.", "b - the other"),
+        ("a: One.", "b, the other"),
+        ("a (int): One.", "b (int) the other"),
+        ("a: One.", "- b the other"),
+    ],
+    ids=["no_colon", "colon_in_a_text", "dash", "comma", "type", "list"],
+)
+def test_nothing_is_left_out_of_a_section_that_cannot_be_read(
+    entries: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docstring = "\n    ".join(("Add.\n\nArgs:", *entries))
+    monkeypatch.setattr(add, "__doc__", docstring)
+    schema = read_function(add, where="tool add").schema
+    assert schema.description == docstring
+    assert not any("description" in each for each in schema.parameters["properties"].values())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
+from worlds.runs.run_driver import ROOT
 
 import rayloom
 from actors.environment.function_tools import read_function
@@ -199,6 +201,7 @@ def test_a_tool_of_a_script_may_take_classes_whose_annotations_are_texts(
         capture_output=True,
         text=True,
         check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     module, _, name = done.stdout.strip().partition(":")
     monkeypatch.syspath_prepend(str(tmp_path))

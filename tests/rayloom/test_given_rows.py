@@ -146,6 +146,7 @@ def test_nulls_that_a_data_set_adds_to_tool_schemas_are_removed(tmp_path: Path) 
                 (np.array(["2024-01-01", "NaT"], dtype="M8[ns]"), "a missing date or duration"),
                 (np.datetime64("20000-01-01"), "one that Python cannot hold"),
                 (np.ma.array([1, 2], mask=[True, False]), "an array with masked values"),
+                (np.array([(1, "2024-01-02")], dtype="i4,M8[ns]"), "an array with named fields"),
                 (np.longdouble(1.5), "longdouble is not JSON"),
                 (torch.eye(2).to_sparse(), "convert the value"),
             )
