@@ -365,13 +365,14 @@ class Client:
                 raise failure
             if isinstance(failure, NoAnswer) and not is_told:
                 is_told = True
-                self._tell(f"nothing answers at {self._url}; trying for {self._patience_s:g} s")
+                url = httpx.URL(self._url).copy_with(username=None, password=None)
+                self._tell(f"nothing answers at {url}; trying for {self._patience_s:g} s")
             self._sleep(pause)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
 def _check_url(url: str) -> None:
-    expected = "expected an address such as http://HOST:8000; begin it with http:// or https://"
+    expected = "expected an address such as http://HOST:8000; correct it"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -30,7 +30,7 @@ from actors.types import (
 )
 from service.api.problems import shown
 from service.gateway.chat import RefusalCode, Refused, unavailable
-from service.gateway.quotes import PromptText, user_texts, values_of
+from service.gateway.quotes import PromptText, strings_of, user_texts, values_of
 from service.gateway.tree import Node, Place, SessionTree
 from service.intake.session import (
     LimitRefusal,
@@ -146,7 +146,8 @@ def _is_ended_by(
     if refusal.num_turns is None:
         return True
     later = [node for node in counted if node.turn.number >= refusal.num_turns]
-    if not all(_is_like_a_title(node, tree.nodes) for node in later):
+    alone = refusal.follows is None
+    if not all(_is_like_a_title(node, tree.nodes, is_shorter=alone) for node in later):
         return False
     if named is not None:
         return refusal.follows is not None and tree.nodes[refusal.follows].root is judged.root
@@ -444,20 +445,21 @@ def _is_used(node: Node, nodes: Sequence[Node]) -> bool:
     """Return whether the agent uses the turn's reply later, as it is.
 
     This is so if the reply is the whole content of a later message, a whole value in the arguments
-    of a later call, or the end of a tool's result, after a colon or a new line.
+    of a later call, a whole string in the JSON of a tool's result, or the end of a tool's result
+    after a colon or a new line.
     """
     said = node.turn.reply.content.strip()
     later = nodes[node.turn.number + 1 :]
     messages = [m for each in later for m in (*each.turn.new_messages, each.turn.reply)]
     if not said or any(value == said for value in values_of(messages)):
         return bool(said)
-    # AutoGen writes a helper's name before its reply, and Google's ADK writes {"result": "..."}.
-    ends = (said, f"{json.dumps(said)}}}", f"{json.dumps(said, ensure_ascii=False)}}}")
-    results = (m.content.strip() for m in messages if m.role is Role.TOOL)
+    # Google's ADK writes {"result": "..."}, and AutoGen a helper's name before its reply.
+    results = [m.content.strip() for m in messages if m.role is Role.TOOL]
+    written = json.dumps(said), json.dumps(said, ensure_ascii=False)
     return any(
-        text.endswith(end) and text[: -len(end)].rstrip(" ").endswith((":", "\n"))
+        (text.endswith(said) and text[: -len(said)].rstrip(" ").endswith((":", "\n")))
+        or (any(form in text for form in written) and said in strings_of(text))
         for text in results
-        for end in ends
     )
 
 

@@ -15,8 +15,7 @@ from actors.environment.protocol import Message, Role
 
 # Characters of a prompt that are searched; a longer prompt is refused later.
 MOST_CHARACTERS = 1 << 21
-# Strings of a reply's JSON that are searched, and the characters that make a single word one.
-MOST_STRINGS, LONG = 16, 12
+MOST_STRINGS, LONG = 16, 12  # strings of a reply's JSON; characters of one that is a single word
 
 
 class ReplyText:
@@ -35,8 +34,8 @@ class ReplyText:
     def texts(self) -> tuple[str, ...]:
         """The texts of the reply that a later prompt may quote; empty ones are left out.
 
-        They are the reply's content, the arguments of each call as clients print them, the strings
-        in these arguments, and long strings in the content's JSON.
+        They are the content, the calls' arguments as clients print them, the strings in these
+        arguments, and long strings in the content's JSON.
         """
         found = [self.message.content, *_long_strings(self.message.content)]
         for arguments in (json.loads(text) for _, _, text in self.message.call_texts):
@@ -46,7 +45,7 @@ class ReplyText:
     def was_given(self, text: str) -> bool:
         """Return whether a text was already in the reply's prompt.
 
-        If it was, finding it in a later prompt does not prove that this prompt quotes the reply.
+        If it was, a later prompt that has the text may not quote the reply.
         """
         return any(_has_words(each, text) for each in _texts(self._history()))
 
@@ -96,14 +95,19 @@ def _texts(messages: Iterable[Message]) -> Iterator[str]:
         yield from (arguments for _, _, arguments in message.call_texts)
 
 
+def strings_of(text: str) -> set[str]:
+    """Return the strings in the JSON of a text, such as a fenced block; empty without JSON."""
+    begin = min((at for at in (text.find("{"), text.find("[")) if at >= 0), default=0)
+    with suppress(ValueError, RecursionError):
+        tree = json.loads(text[begin : max(text.rfind("}"), text.rfind("]")) + 1])
+        return {each.strip() for each in _strings(tree)}
+    return set()
+
+
 def _long_strings(text: str) -> list[str]:
     """Return the longest strings of a text's JSON; a later prompt may have short ones by chance."""
-    starts = [at for at in (text.find("{"), text.find("[")) if at >= 0]
-    with suppress(ValueError, RecursionError):  # `min` fails if there is no JSON
-        tree = json.loads(text[min(starts) : max(text.rfind("}"), text.rfind("]")) + 1])
-        long = {each for each in _strings(tree) if len(each) >= LONG or len(each.split()) > 1}
-        return sorted(long, key=len, reverse=True)[:MOST_STRINGS]
-    return []
+    long = {each for each in strings_of(text) if len(each) >= LONG or len(each.split()) > 1}
+    return sorted(long, key=len, reverse=True)[:MOST_STRINGS]
 
 
 def _printed(arguments: object) -> tuple[str, ...]:
@@ -131,10 +135,7 @@ def _ordered(arguments: str) -> str:
 
 
 def _has_words(whole: str, text: str) -> bool:
-    """Return whether `whole` contains the text, and not only as a part of a longer word.
-
-    Example: "a0" is in "so: a0.", but not in "a01".
-    """
+    """Return whether `whole` has the text as whole words: "a0" is in "so: a0.", not in "a01"."""
     at = whole.find(text)
     while at >= 0:
         end = at + len(text)

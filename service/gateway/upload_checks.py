@@ -108,9 +108,10 @@ def _check_order(samples: Sequence[Sample]) -> None:
         raise Violation(
             Fault.INVALID_TURNS,
             ["samples"],
-            f"the turns have the indices {indices!r:.80}, expected each of 0 to {len(indices) - 1} "
-            "once, ascending within a sample, and the samples ordered by the index of their first "
-            "turn; leave every index out if the turns are listed in the order of play",
+            f"the turns have the indices {shown(repr(indices))}, expected each of 0 to "
+            f"{len(indices) - 1} once, ascending within a sample, and the samples ordered by the "
+            "index of their first turn; leave every index out if the turns are listed in the order "
+            "of play",
         )
 
 

@@ -307,7 +307,7 @@ def _fewer_turns(window: Window) -> Finding | None:
         return None
     most = int(usual_turns / 2)
     what = f"get one of the best rewards in at most {most} turn{'s' if most > 1 else ''}"
-    rest = f"; before, a trajectory usually had {usual_turns:g} turns"
+    rest = f" (the median of the earlier steps is {usual_turns:g} turns)"
     return _share(window, "fewer_turns", seen, what, rest=rest)
 
 

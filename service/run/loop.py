@@ -79,6 +79,8 @@ class Loop:
         self._is_stopping = asyncio.Event()
         self._is_grace_over = asyncio.Event()
         self._rewards: deque[float] = deque(maxlen=AVERAGED_STEPS)
+        self._knows_best: dict[str, bool] = {}
+        """Whether an environment of a mixture has declared a best return, by its name."""
         self._evaluated_step: int | None = None
         self._step_in_hand: int | None = None
         self._paused_s = 0.0
@@ -370,9 +372,12 @@ class Loop:
     async def _record(self, trained: StepRecord, check: LogprobCheck | None) -> None:
         record = finished_record(trained, check)
         await self._parts.recorder.step(record)
-        parts = [each for each in record.environments.values() if each.reward_mean is not None]
+        for name, each in record.environments.items():
+            if each.reward_mean is not None:
+                is_known = each.scaled_reward_mean is not None
+                self._knows_best[name] = self._knows_best.get(name, False) or is_known
         # Returns that are divided by the best one and returns that are not have no common mean.
-        is_mixed = len({each.scaled_reward_mean is None for each in parts}) > 1
+        is_mixed = len({*self._knows_best.values()}) > 1
         if record.best_known_reward is None or is_mixed:
             self._rewards.clear()
         else:

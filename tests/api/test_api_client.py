@@ -170,7 +170,7 @@ def test_silence_is_told_once_for_each_request_that_nothing_answers() -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8000", "127.0.0.1:8000", "x", "", "ftp://x", "http://"])
 def test_an_address_without_http_is_refused_at_once(url: str) -> None:
-    with pytest.raises(ValueError, match=rf"got '{url}'.* expected .*http://HOST:8000; begin it"):
+    with pytest.raises(ValueError, match=rf"got '{url}'.* expected .*http://HOST:8000; correct it"):
         Client(url)
 
 

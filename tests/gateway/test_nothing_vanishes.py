@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -332,8 +333,14 @@ async def test_the_names_of_speakers_are_in_the_prompt_or_the_request_is_refused
     # apart: Semantic Kernel gives each system message the name of its agent.
     await gateway.ask(replace(message, name=role.value), user("b"))
     await gateway.ask(alice, replace(user("b"), name=None if role is Role.SYSTEM else "alice"))
+    mixed = gateway.ask(replace(message, content="c"), alice, user("d"))
+    # An agent's name may be on one of its system messages; a user without a name is another user.
+    with nullcontext() if role is Role.SYSTEM else pytest.raises(Refused, match="another speaker"):
+        await mixed
     ended = await gateway.finish(1.0)
-    assert ended.end is not None and ended.end.totals.ignored == {"messages.name": 1}
+    assert ended.end is not None and ended.end.totals.ignored["messages.name"] == 1 + (
+        role is Role.SYSTEM
+    )
     place = tmp_path / "shows"
     place.mkdir()
     policy = Policy()

@@ -6,8 +6,9 @@ import pytest
 from worlds.agents.session_player import SessionPlayer, result, says, system, user
 
 from actors.environment.protocol import Message, ToolCall, ToolSchema
-from actors.types import LeftOutReason
-from service.gateway.ends import trained
+from actors.types import LeftOutReason, Outcome
+from service.gateway.ends import seen_outcome, trained
+from service.intake.session import LimitRefusal
 
 HI = user("hi")
 
@@ -67,7 +68,7 @@ def test_among_single_turns_the_newest_gets_the_reward_unless_it_is_like_a_title
         ([HI], [user("hi\nYour last answer was no number.")]),
         ([system("t"), HI], [system("You are an agent."), HI]),
     ],
-    ids=["router", "retrieval", "asked again", "title first"],
+    ids=["short router", "retrieval", "asked again", "title first"],
 )
 def test_the_answer_of_a_program_that_repeats_the_question_gets_the_reward(
     first: list[Message], then: list[Message]
@@ -76,6 +77,9 @@ def test_the_answer_of_a_program_that_repeats_the_question_gets_the_reward(
     player.ask(first, says("x"))
     player.ask(then, says("y"))
     assert player.judged() == 1
+    # A request that was refused in between does not decide the answer's outcome.
+    refused = LimitRefusal(outcome=Outcome.TRUNCATED_CONTEXT, num_turns=1, follows=None)
+    assert seen_outcome(player.tree, refused, None) is Outcome.COMPLETED
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,8 @@ def test_the_answer_of_a_program_that_repeats_the_question_gets_the_reward(
         "Two rows.",
         "helper: Two rows.",
         "From the helper:\nTwo rows.",
-        '{"result": "Two rows."}',
+        '{"result": "Two rows.", "is_error": false}',
+        '[{"type": "text", "text": "Two rows."}]',
     ],
 )
 def test_the_reply_of_a_helper_that_a_tools_result_contains_is_no_title(text: str) -> None:

@@ -94,7 +94,7 @@ class World:
     starve_from: int | None = None
     scaled_returns: Sequence[float | None] = ()
     environments: Mapping[str, EnvironmentReport] = field(default_factory=dict)
-    """The environments in the report of each step."""
+    """The environments in the report of the first step."""
     engines_load: Callable[[int], Awaitable[None]] = at_once
     slow_at: tuple[str, int] | None = None
     """One of "build", "train" and "evaluate", and the step in which it never ends by itself."""
@@ -181,7 +181,8 @@ class World:
         self.calls.append(f"build {step_input.step} {' '.join(scores)}".rstrip())
         await self._take_time("build", step_input.step)
         told = report(step_input.step, scaled_return=self._scaled_return(step_input.step))
-        told = replace(told, environments=self.environments)
+        if step_input.step == 1:
+            told = replace(told, environments=self.environments)
         if step_input.step >= self.misalign_from:
             told = replace(told, evictions={EvictionReason.TOKEN_MISALIGNED: told.num_trajectories})
         return BuiltStep(
