@@ -89,6 +89,9 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
         rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run={"steps": -2})
     with pytest.raises(rayloom.ConfigError, match="a continued run uses its own"):
         rayloom.train(resume=tmp_path, dataset=ROWS)
+    for tree in ({1: {"a": 2}}, {1: 2, "run": {"name": "one"}}):
+        with pytest.raises(rayloom.ConfigError, match=r"\b1: "):
+            rayloom.train(tree)  # type: ignore[dict-item,arg-type]
     printed = capfd.readouterr().out
     # The progress is printed, and the reason is only raised.
     assert "rayloom: reading" in printed and "run.steps" not in printed
