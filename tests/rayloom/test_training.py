@@ -143,6 +143,16 @@ def test_an_unknown_argument_is_refused_with_the_name_that_is_probably_meant(
         ("--resume my run: there is none", "resume my run: there is none"),
         ("resume with --resume runs/a b\n", 'resume with the argument resume="runs/a b"\n'),
         ("to continue, add --set run.steps=N; report", 'to continue, add run={"steps": N}; report'),
+        (
+            "to train on, --set trainer.learning_rate=1e-5.",
+            'to train on, trainer={"learning_rate": 1e-5}.',
+        ),
+        ("read hub/models--acme--model", "read hub/models--acme--model"),
+        ("read data/x--on, a.--on", "read data/x--on, a.--on"),
+        (
+            "resume with --resume data/run--on/x",
+            'resume with the argument resume="data/run--on/x"',
+        ),
         ("with `rayloom sft --resume run`", "with `rayloom sft --resume run`"),
         ("got --model-path", "got --model-path"),
         ("tool given_e7dd6521bc582935:sc has no docstring", "tool sc has no docstring"),
