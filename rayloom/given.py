@@ -304,10 +304,11 @@ def without_file(text: str, directory: Path) -> str:
 
 # Words of the command's messages, and what a caller from Python writes. A command in a message,
 # such as `rayloom sft --resume DIR`, stays as it is.
-_OPTION = r"(?<!train )(?<!serve )(?<!sft )--"
+# In a name such as models--acme--model, no option begins.
+_OPTION = r"(?<!train )(?<!serve )(?<!sft )(?<![\w./-])--"
 _IN_PYTHON = (
     (rf"with {_OPTION}resume ([^:;,\n]+)$", r'with the argument resume="\1"'),
-    (rf"{_OPTION}set (\w+)\.([\w.]+)=(\w+)", r'\1={"\2": \3}'),
+    (rf"{_OPTION}set (\w+)\.([\w.]+)=([^\s;,`]*\w)", r'\1={"\2": \3}'),
     (rf"{_OPTION}(group)-(reward)\b|{_OPTION}(run)-(dir)\b", r"\1\3_\2\4"),
     (
         rf"{_OPTION}(checkpoint|dataset|model|on|out|resume|reward|samples|tasks|temperature|tools)"

@@ -499,7 +499,7 @@ def _leaves(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
     A key may be a path: {"trainer": {"lora.rank": 8}} -> ("trainer.lora.rank", 8).
     """
     for name, value in settings.items():
-        inner = f"{path}.{name}" if path else name
+        inner = f"{path}.{name}" if path else str(name)
         if isinstance(value, Mapping) and value and not _is_whole(value, inner):
             yield from _leaves(value, inner)
         else:

@@ -316,7 +316,7 @@ def remedy_of_missing(
         return hint
     if lacking := [name for name in names if name in of_tools]:
         return (
-            f"a run with tools gives {' and '.join(lacking)}; name tools by --tools or "
+            f"a run with tools gives {' and '.join(lacking)}; set --tools or "
             "tasks.options.tools, or remove the argument: the answer is "
             f"{'completions' if takes_lists else 'completion'}"
         )

@@ -148,7 +148,8 @@ def _disks(config: Config, *, num: float, num_adapted: int | None) -> list[Need]
 def _service(config: Config, *, num_turns_kept: int, of_experts: int | None) -> Need:
     """Return the additional size of the database if the run is started with `rayloom serve`.
 
-    num_turns_kept: ended sessions whose turns are still stored. of_experts: as for `_expert_bytes`.
+    num_turns_kept: ended sessions whose turns are still stored. of_experts: what `_expert_bytes`
+    returns.
     """
     service, num_tokens = config.service, config.model.max_context_tokens
     waiting = service.max_waiting_mib * MIB + service.keep_feed_entries * EVENT_BYTES

@@ -7,6 +7,7 @@ People use this command, and so does the hook that Kubernetes calls before it en
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -89,22 +90,24 @@ def _run_id(directory: str) -> str:
 
 
 def _ended(directory: str) -> str:
-    """Return a sentence about a run whose lease no live process holds; empty for another run.
+    """Return a sentence about a run whose lease was released; empty for another run.
 
+    A lease also counts as released if its owner was a process of this machine and is gone. The
+    owner on another machine that is only silent may be suspended, so that its run has not ended.
     The cluster may still have a supervisor of the run, for example one that waits for the lease.
     """
     run_dir = RunDir(path=Path(directory))
     try:
         if not run_dir.has_run():
             return ""
-        with run_dir.looked_into(may_be_older=True) as store:
-            if store.live_owner() is not None:
+        with run_dir.looked_into() as store:
+            if store.live_owner(tolerance_s=math.inf) is not None:
                 return ""
             record, _ = newest_records(store)
     except StoreError:
         return ""
     step, steps = record.step if record else 0, load_config(run_dir.config_file).run.steps
-    how = f"; resume it with --resume {directory}" if step < steps else ""
+    how = f"; it can be continued with --resume {directory}" if step < steps else ""
     return f"the run in {directory} has ended (step {step} of {steps}){how}"
 
 

@@ -410,7 +410,7 @@ class Database:
         return StoreError(
             f"the database {self.location} could not be {what} for {away_s:.0f} s "
             f"({_reason(error)}), expected it to answer within {self._patience_s:g} s; what was "
-            "accepted and committed is kept: resume the run with --resume once it answers"
+            "accepted and committed is kept; once it answers, resume the run with --resume"
         )
 
 

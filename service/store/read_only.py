@@ -6,6 +6,7 @@ A reader never makes a writer wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -112,9 +113,13 @@ class ReadOnlyStore:
         row = self.read(self._newest_lease)
         return row.directory if row else ""
 
-    def live_owner(self) -> LeaseOwner | None:
-        """Return the owner of the newest lease; None if no live process has the lease."""
-        return self.read(self._live_owner)
+    def live_owner(self, *, tolerance_s: float = TOLERANCE_S) -> LeaseOwner | None:
+        """Return the owner of the newest lease; None if no live process has the lease.
+
+        tolerance_s: seconds without a renewal after which an owner on another machine counts as
+        dead.
+        """
+        return self.read(partial(self._live_owner, tolerance_s=tolerance_s))
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints to which the run can return, newest first.
@@ -200,7 +205,9 @@ class ReadOnlyStore:
     def _newest_lease(self, connection: Connection) -> Row[Any] | None:
         return newest_lease(connection) if self._database.has_tables(connection) else None
 
-    def _live_owner(self, connection: Connection) -> LeaseOwner | None:
+    def _live_owner(
+        self, connection: Connection, *, tolerance_s: float = TOLERANCE_S
+    ) -> LeaseOwner | None:
         row = self._newest_lease(connection)
         if row is None or row.renewed_at is None:
             return None
@@ -211,7 +218,7 @@ class ReadOnlyStore:
         )
         is_alive = is_alive_here(row.owner, row.process)
         if is_alive is None:
-            is_alive = owner.silent_s < TOLERANCE_S
+            is_alive = owner.silent_s < tolerance_s
         return owner if is_alive else None
 
     def _has_tables(self, connection: Connection) -> bool:

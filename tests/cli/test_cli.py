@@ -98,6 +98,7 @@ def test_a_missing_or_wrong_path_is_refused_before_the_heavy_imports(
         ("export", str(tmp_path), str(tmp_path / "out")): "which is not a run or checkpoint",
         ("evaluate", config, "--model", "a", "--checkpoint", "b"): "--model a: got --checkpoint b",
         ("evaluate", "runs/none"): "runs/none does not exist, expected a run's directory or a YAML",
+        ("evaluate", "~/none.yaml"): f"evaluate: {Path.home()}/none.yaml does not exist",
         ("evaluate", str(tmp_path / "empty")): "got no config.yaml in it",
         ("evaluate", config, "--on", "hard", "--samples", "4"): "--on hard: there is no such set",
     }

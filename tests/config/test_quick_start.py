@@ -118,7 +118,7 @@ def test_missing_columns_of_a_function_are_reported_before_the_start(data: str) 
     words = r"misspelt needs anser, .*; did you mean 'answer'\? If .* as \{anser: COLUMN\}$"
     with pytest.raises(ConfigError, match=words):
         open_tasks(asked(data, reward="misspelt"))
-    words = "needs messages, .*; a run with tools gives messages; name tools by --tools"
+    words = "needs messages, .*; a run with tools gives messages; set --tools or tasks"
     with pytest.raises(ConfigError, match=words):
         open_tasks(asked(data, reward="reads_calls"))
 

@@ -140,11 +140,19 @@ async def test_an_observation_may_have_text_parts_and_a_number_but_no_image() ->
     ):
         await environment.reset(_task(prompt="Go.", start=3))
         assert (await _answered(environment, given)).messages[0].content == shown
-    for kind in ("image_url", "input_audio", "video", "file"):
+    kinds = ("image_url", "input_audio", "video", "file", "document", "refusal", "thinking")
+    for kind in (*kinds, "reasoning", "tool_result", "output_text"):
         await environment.reset(_task(prompt="Go.", start=3))
         wrong = rf"the environment's message 1: content\[0\]: got a dict of type '{kind}', expected"
         with pytest.raises(ValueError, match=wrong):
             await _answered(environment, f'[{{"type": "{kind}"}}]')
+    # A list with a text part is a list of parts, whatever its other members are.
+    for other in ('{"type": "new_kind"}', '"b"'):
+        await environment.reset(_task(prompt="Go.", start=3))
+        with pytest.raises(
+            ValueError, match=r"message 1: content\[1\]: got .*, expected a text part"
+        ):
+            await _answered(environment, f'[{{"type": "text", "text": "a"}}, {other}]')
     await environment.close()
 
 

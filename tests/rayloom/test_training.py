@@ -89,6 +89,9 @@ def test_a_refusal_of_the_command_is_raised_before_anything_starts(
         rayloom.train(dataset=ROWS, reward=lambda completion: 1.0, run={"steps": -2})
     with pytest.raises(rayloom.ConfigError, match="a continued run uses its own"):
         rayloom.train(resume=tmp_path, dataset=ROWS)
+    for tree in ({1: {"a": 2}}, {1: 2, "run": {"name": "one"}}):
+        with pytest.raises(rayloom.ConfigError, match=r"\b1: "):
+            rayloom.train(tree)  # type: ignore[dict-item,arg-type]
     printed = capfd.readouterr().out
     # The progress is printed, and the reason is only raised.
     assert "rayloom: reading" in printed and "run.steps" not in printed
@@ -140,6 +143,16 @@ def test_an_unknown_argument_is_refused_with_the_name_that_is_probably_meant(
         ("--resume my run: there is none", "resume my run: there is none"),
         ("resume with --resume runs/a b\n", 'resume with the argument resume="runs/a b"\n'),
         ("to continue, add --set run.steps=N; report", 'to continue, add run={"steps": N}; report'),
+        (
+            "to train on, --set trainer.learning_rate=1e-5.",
+            'to train on, trainer={"learning_rate": 1e-5}.',
+        ),
+        ("read hub/models--acme--model", "read hub/models--acme--model"),
+        ("read data/x--on, a.--on", "read data/x--on, a.--on"),
+        (
+            "resume with --resume data/run--on/x",
+            'resume with the argument resume="data/run--on/x"',
+        ),
         ("with `rayloom sft --resume run`", "with `rayloom sft --resume run`"),
         ("got --model-path", "got --model-path"),
         ("tool given_e7dd6521bc582935:sc has no docstring", "tool sc has no docstring"),

@@ -190,7 +190,7 @@ def test_a_store_that_stays_unavailable_ends_the_wait_with_an_error(tmp_path: Pa
         store = RunStore(f"sqlite:///{tmp_path / 'run.db'}", patience_s=1.5)
         term = store.acquire_lease(owner="elsewhere:1").term
         fill(tmp_path / "filler")
-        words = r"could not be written for \d s .*: resume the run with --resume"
+        words = r"could not be written for \d s .*; once it answers, resume the run with --resume$"
         with pytest.raises(StoreError, match=words):
             for step in range(1, 200):
                 store.add_step(step_record(step), term=term, new_events=())

@@ -32,7 +32,10 @@ from actors.user_code import in_thread
 
 SKYRL_GYM = "skyrl_gym"
 # The types of a message's parts, such as text, image_url and input_audio.
-_PART = re.compile(r"text|file|(?:image|audio|video|input)(?:_\w+)?")
+_PART = re.compile(
+    r"text|file|document|refusal|thinking|reasoning|(?:image|audio|video|input)(?:_\w+)?"
+    r"|(?:tool|output)_\w+"
+)
 
 
 def import_skyrl_gym() -> ModuleType:
@@ -133,11 +136,21 @@ def _messages(chat: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
 def _content(message: Mapping[str, Any]) -> Any:
     """Return a message's content if it is a list of parts; otherwise return it as text."""
     given = message.get("content")
-    is_parts = isinstance(given, list | tuple) and all(
-        isinstance(part, Mapping) and _PART.fullmatch(str(part.get("type"))) for part in given
+    is_parts = isinstance(given, list | tuple) and (
+        any(map(_is_text, given)) or all(map(_is_part, given))
     )
     # A number, or a list of other values such as objects with a `type` of their own, becomes text.
     return given if is_parts else "" if given is None else str(given)
+
+
+def _is_text(part: object) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_part(part: object) -> bool:
+    return isinstance(part, Mapping) and bool(_PART.fullmatch(str(part.get("type"))))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from service.cli.commands.configuration import (
     with_model,
 )
 from service.cli.outlet import Stages, put, say
-from service.config.file import ConfigError, load_config, why_missing
+from service.config.file import ConfigError, load_config, path_text, why_missing
 from service.config.tree import Config
 from service.launch.signals import EXIT_INTERRUPTED, stop_signals
 from service.store.place import StoreOptions
@@ -204,6 +204,7 @@ def evaluate(
                     f"--model {model}: got --checkpoint {checkpoint} too, expected one of them; "
                     "leave one out"
                 )
+            source = Path(path_text(source, what="evaluate"))
             if not source.exists():
                 raise ConfigError(
                     f"evaluate: {source} {why_missing(source)}, expected a run's directory or a "
