@@ -200,6 +200,8 @@ def test_paragraphs_of_the_help_fill_their_lines() -> None:
         assert len(f"{line.rstrip()} {next_word}") > 79, line
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_task_files_are_written_in_both_forms_and_an_unknown_family_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -243,6 +245,8 @@ def test_a_tiny_model_is_not_built_over_other_files_or_in_an_unwritable_place(
     assert (other / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_an_option_with_one_value_is_refused_if_given_twice() -> None:
     given = ("--dataset", "a.jsonl", "--dataset=b.jsonl")
     twice, functions = rayloom(
@@ -254,6 +258,8 @@ def test_an_option_with_one_value_is_refused_if_given_twice() -> None:
     assert refuses(functions, "my.py:score: there is no such file")
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_usage_error_is_shown_whatever_size_the_terminal_claims(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

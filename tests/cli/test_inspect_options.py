@@ -130,6 +130,8 @@ def test_an_empty_option_is_refused_with_code_2_and_one_sentence(run_dir: Path) 
         assert len(answer.err.splitlines()) == 1
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_no_text_is_lost_on_a_terminal_without_unicode(run_dir: Path) -> None:
     # Without a tokenizer, the ids are shown in brackets that Latin-1 does not have.
     whole = called(ONE, "--run", run_dir, PYTHONIOENCODING="utf-8")

@@ -248,6 +248,8 @@ def test_a_dead_queue_ends_the_run_with_an_error(tokenizer_path: Path) -> None:
     ray.kill(actor)
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_wrong_options_are_refused_at_the_start(tokenizer_path: Path) -> None:
     wrong = EnvironmentSettings(environment="guessing", options={"hihg": 9})
     actor = _start(_queue([]), tokenizer_path, environments={"guessing": wrong})

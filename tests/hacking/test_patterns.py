@@ -156,9 +156,7 @@ def test_the_best_rewards_in_fewer_turns_are_found() -> None:
 
     found = findings_of(lambda f, rng: change(f, rng, 1.0))
     assert kinds(found) == {"fewer_turns"}
-    words = (
-        r"get one of the best rewards in at most \d turns?, 0% before; before, a trajectory usually"
-    )
+    words = r"get one of the best rewards in at most \d turns?, 0% before \(the median of the"
     assert all(re.search(words, each.text) for each in found)
     assert findings_of(lambda f, rng: change(f, rng, 0.0)) == []
 

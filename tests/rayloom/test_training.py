@@ -162,6 +162,8 @@ def test_a_message_names_arguments_instead_of_options(printed: str, shown: str) 
     assert in_python(printed) == in_python(shown) == shown
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_a_missing_argument_and_a_tool_of_the_caller_are_named_as_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,6 +487,8 @@ def test_tools_with_weights_and_functions_with_two_weights_are_refused(tmp_path:
         rayloom.train(dataset=ROWS, reward=twice, run_dir=tmp_path / "run")
 
 
+@pytest.mark.proof
+@pytest.mark.slow
 def test_serve_and_evaluate_refuse_what_their_commands_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
