@@ -302,9 +302,8 @@ def without_file(text: str, directory: Path) -> str:
     return re.sub(rf"(?:data set )?{place}/rows\.(?:jsonl|parquet)", "dataset", text)
 
 
-# Words of the command's messages, and what a caller from Python writes. A command in a message,
-# such as `rayloom sft --resume DIR`, stays as it is.
-# In a name such as models--acme--model, no option begins.
+# Words of the command's messages, and what a caller from Python writes. Two things do not change:
+# a command in a message, such as `rayloom sft --resume DIR`, and a name like models--acme--model.
 _OPTION = r"(?<!train )(?<!serve )(?<!sft )(?<![\w./-])--"
 _IN_PYTHON = (
     (rf"with {_OPTION}resume ([^:;,\n]+)$", r'with the argument resume="\1"'),

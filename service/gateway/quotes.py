@@ -65,7 +65,7 @@ class PromptText:
         self._calls = {(name, _ordered(text)) for m in said for _, name, text in m.call_texts}
 
     def quotes(self, reply: ReplyText) -> bool:
-        """Return whether the messages contain the reply, a call of it, or a text new with it."""
+        """Return whether the messages have the reply, one of its calls, or a text it introduced."""
         content = reply.message.content.strip()
         if (content and content in self._contents) or self._calls & reply.calls:
             return True
